@@ -1,0 +1,69 @@
+"""The server's settings: one frozen dataclass, carried to the Triton stubs by environment variables.
+
+`irminsul serve` turns its flags into variables with :meth:`ServerConfig.to_env`; the Triton models read them back with
+:meth:`ServerConfig.from_env`. A Docker deployment sets the same variables.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from irminsul_backend.errors import ServerStartError
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+PREFIX = "IRMINSUL_"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of one server; each field is the environment variable ``IRMINSUL_<NAME>``."""
+
+    model: str = str(DEMO_MODEL)
+    """Hugging Face model folder."""
+    preset: str = "default"
+    """Chunking preset, see ``irminsul_backend.chunking.PRESETS``."""
+    device: str = "auto"
+    """``auto`` | ``cpu`` | ``cuda``."""
+    dtype: str = "auto"
+    """``auto`` (float32 on CPU, bfloat16 on GPU) | ``float32`` | ``bfloat16`` | ``float16``."""
+    capacity_tokens: int = 131072
+    """Slots in the KV pool; one slot holds one token's rows of all layers."""
+    max_batch_tokens: int = 1024
+    """Most tokens (prefill and decode together) in one forward pass."""
+    max_running: int = 64
+    """Most requests that are being prefilled or decoded at once; more wait in order of arrival."""
+    max_text_bytes: int = 4 * 1024 * 1024
+    """Largest prompt text, in bytes of UTF-8."""
+    session_ttl_s: float = 600.0
+    """An idle session is forgotten after this long."""
+    require_cache_salt: bool = False
+    """If set, a request without a cache_salt shares rows with its own session only."""
+    threads: int = 0
+    """torch threads of the engine; 0 = one per core."""
+    log_level: str = "INFO"
+
+    @classmethod
+    def from_env(cls, env: dict[str, str] | None = None) -> ServerConfig:
+        """Read ``IRMINSUL_*`` variables; raises ServerStartError naming variable and value if one does not parse."""
+        source = os.environ if env is None else env
+        values: dict[str, object] = {}
+        for field in fields(cls):
+            name = PREFIX + field.name.upper()
+            text = source.get(name)
+            if text is None or text == "":
+                continue
+            kind = type(field.default)
+            try:
+                values[field.name] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)
+            except ValueError as error:
+                raise ServerStartError(f"{name}={text!r} is not a valid {kind.__name__}") from error
+        return cls(**values)  # type: ignore[arg-type]
+
+    def to_env(self) -> dict[str, str]:
+        """The variables that make :meth:`from_env` return this configuration."""
+        return {
+            PREFIX + f.name.upper(): str(int(v)) if isinstance(v := getattr(self, f.name), bool) else str(v)
+            for f in fields(self)
+        }

@@ -1,0 +1,25 @@
+"""Every error Irminsul raises on purpose. A message says what was wrong, with the value and the limit, and what to do."""
+
+
+class IrminsulError(Exception):
+    """Base of all errors below."""
+
+
+class InvalidRequestError(IrminsulError):
+    """The request itself is wrong; it fails alone and changes nothing else."""
+
+
+class SessionError(InvalidRequestError):
+    """The session is unknown, expired, already open, or its id is not allowed."""
+
+
+class UnsupportedModelError(IrminsulError):
+    """A model folder lacks a file or names something that is not understood; raised at start-up with field and value."""
+
+
+class CapacityError(IrminsulError):
+    """The cache cannot hold what the request needs, even when everything that nobody holds is evicted."""
+
+
+class ServerStartError(IrminsulError):
+    """The server cannot start here; the message names what is missing and the remedy."""

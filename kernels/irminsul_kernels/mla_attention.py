@@ -1,0 +1,263 @@
+"""MLA attention over rows that lie at any slot and were rotated for any base position.
+
+A row is `c_KV` (R numbers, no position in it) followed by `k_r` (d numbers, rotated for the row's base position). A
+sequence is a vector of slots in order of position; row j of it is seen at position j, so its RoPE part must be rotated
+by δ = j - base. Rows are never written here.
+
+This is the torch path. It works on *runs*: stretches of a sequence whose slots are consecutive and share one δ. A run
+is a view of the pool, so nothing is gathered: the absorbed form rotates the few queries by -δ instead of the many keys
+(the same scores), the expanded form rotates d numbers per key while it expands them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from irminsul_kernels.rotation import cos_sin, rotate, turns_per_position
+
+QUERY_TILE = 128
+"""Queries per score matrix: bounds it to heads * 128 * keys and skips most of the keys that causality hides."""
+
+
+class Run(NamedTuple):
+    """`rows[slot : slot + length]` are the keys at positions `key .. key + length`, moved by δ of `delta_index`."""
+
+    key: int
+    slot: int
+    length: int
+    delta_index: int
+    delta: int
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """One sequence's share of a batch: queries [q_start, q_end) of the flat batch over keys 0 .. num_keys."""
+
+    q_start: int
+    q_end: int
+    num_keys: int
+    q_positions: Tensor
+    """int64 [q_end - q_start], ascending."""
+    runs: list[Run]
+    cos: Tensor
+    """float32 [distinct δ, d/2], rotation by +δ."""
+    sin: Tensor
+    gather: Tensor | None
+    """int64 [num_keys] slots, where runs are too short to be worth a matrix product each; else None."""
+    key_cos: Tensor | None
+    """float32 [num_keys, d/2]; with `gather`."""
+    key_sin: Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """Everything about a batch that is the same in all layers. Build it once per forward pass."""
+
+    sequences: list[SequenceLayout]
+    num_queries: int
+
+
+def build_layout(
+    slots: list[np.ndarray],
+    base: np.ndarray,
+    q_positions: list[np.ndarray],
+    inv_freq: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    min_run: int = 32,
+) -> AttentionLayout:
+    """Describe a batch of sequences.
+
+    Args:
+        slots: per sequence int32 [keys]; the slot of each position from 0. Keys beyond the last query are left out.
+        base: int32 [capacity], base position of each slot.
+        q_positions: per sequence int64 [queries], strictly ascending; queries of the flat batch lie in this order.
+        inv_freq: float64 [d/2].
+        min_run: mean run length below which a sequence is gathered instead.
+
+    Raises:
+        ValueError: a query position without a slot, a slot out of range, positions that do not ascend.
+    """
+    turns = turns_per_position(inv_freq.cpu())
+    sequences, start = [], 0
+    for index, (sequence_slots, positions) in enumerate(zip(slots, q_positions, strict=True)):
+        if len(positions) == 0:
+            raise ValueError(f"sequence {index} has no query; leave it out of the batch")
+        if positions[0] < 0 or positions[-1] >= len(sequence_slots):
+            raise ValueError(
+                f"sequence {index} asks for positions {positions[0]}..{positions[-1]}; it has {len(sequence_slots)} slots"
+            )
+        if len(positions) > 1 and not (np.diff(positions) > 0).all():
+            raise ValueError(f"sequence {index}: query positions must be strictly ascending")
+        keys = sequence_slots[: positions[-1] + 1].astype(np.int64)
+        if keys.min() < 0 or keys.max() >= len(base):
+            raise ValueError(f"sequence {index}: slots {keys.min()}..{keys.max()} leave the pool of {len(base)}")
+        sequences.append(_sequence_layout(start, keys, base, positions, turns, device, min_run))
+        start += len(positions)
+    return AttentionLayout(sequences, start)
+
+
+def _sequence_layout(
+    start: int,
+    keys: np.ndarray,
+    base: np.ndarray,
+    positions: np.ndarray,
+    turns: Tensor,
+    device: torch.device | str,
+    min_run: int,
+) -> SequenceLayout:
+    deltas = np.arange(len(keys)) - base[keys]
+    breaks = np.flatnonzero((np.diff(keys) != 1) | (np.diff(deltas) != 0)) + 1
+    starts = np.concatenate(([0], breaks))
+    distinct, delta_index = np.unique(deltas[starts], return_inverse=True)
+    cos, sin = (t.to(device) for t in cos_sin(torch.from_numpy(distinct), turns))
+    gather = key_cos = key_sin = None
+    runs: list[Run] = []
+    if len(keys) < min_run * len(starts) and len(starts) > 1:
+        gather = torch.from_numpy(keys).to(device)
+        per_key = torch.from_numpy(np.repeat(delta_index, np.diff(np.append(starts, len(keys))))).to(device)
+        key_cos, key_sin = cos[per_key], sin[per_key]
+    else:
+        lengths = np.diff(np.append(starts, len(keys)))
+        runs = [
+            Run(int(k), int(keys[k]), int(n), int(d), int(distinct[d]))
+            for k, n, d in zip(starts, lengths, delta_index, strict=True)
+        ]
+    q_positions = torch.from_numpy(positions.astype(np.int64)).to(device)
+    return SequenceLayout(
+        start, start + len(positions), len(keys), q_positions, runs, cos, sin, gather, key_cos, key_sin
+    )
+
+
+def expanded_threshold(rank: int, nope_dim: int, value_dim: int) -> int:
+    """New tokens per sequence from which the expanded form costs fewer operations than the absorbed one.
+
+    Per query, key and head the absorbed form costs 2R + d products, the expanded one n + d + v, and R (n + v) once per
+    key.
+    """
+    return -(-rank * (nope_dim + value_dim) // max(1, 2 * rank - nope_dim - value_dim))
+
+
+def mla_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    rows: Tensor,
+    layout: AttentionLayout,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal MLA attention of a ragged batch: query at position p sees keys 0 .. p of its sequence.
+
+    Args:
+        q_nope: [T, H, n] queries without position.
+        q_rope: [T, H, d] queries rotated for their positions.
+        rows: [capacity, R + d], one layer of the pool; the rows of the batch's own tokens are already written.
+        layout: from :func:`build_layout`.
+        w_uk: [H, n, R], expands c_KV to keys.
+        w_uv: [H, R, v], expands c_KV to values.
+        scale: softmax scale.
+
+    Returns:
+        [T, H, v] in q_nope's dtype; scores and sums are float32.
+
+    Raises:
+        ValueError: shapes that do not fit together, with the names and shapes.
+    """
+    tokens, heads, nope_dim = q_nope.shape
+    rank, value_dim, rope_dim = w_uk.shape[2], w_uv.shape[2], q_rope.shape[2]
+    if tokens != layout.num_queries:
+        raise ValueError(f"q_nope holds {tokens} queries, the layout {layout.num_queries}")
+    if q_rope.shape[:2] != (tokens, heads) or w_uk.shape[:2] != (heads, nope_dim) or w_uv.shape[:2] != (heads, rank):
+        raise ValueError(
+            f"q_nope {tuple(q_nope.shape)}, q_rope {tuple(q_rope.shape)}, w_uk {tuple(w_uk.shape)}, "
+            f"w_uv {tuple(w_uv.shape)} do not fit together"
+        )
+    if rows.shape[1] != rank + rope_dim:
+        raise ValueError(f"rows are {rows.shape[1]} wide; w_uk and q_rope ask for {rank} + {rope_dim}")
+    out = q_nope.new_empty(tokens, heads, value_dim)
+    threshold = expanded_threshold(rank, nope_dim, value_dim)
+    for sequence in layout.sequences:
+        span = slice(sequence.q_start, sequence.q_end)
+        form = _expanded if sequence.q_end - sequence.q_start >= threshold else _absorbed
+        out[span] = form(q_nope[span].float(), q_rope[span].float(), rows, sequence, w_uk, w_uv, scale).to(out.dtype)
+    return out
+
+
+def _absorbed(
+    q_nope: Tensor, q_rope: Tensor, rows: Tensor, seq: SequenceLayout, w_uk: Tensor, w_uv: Tensor, scale: float
+) -> Tensor:
+    queries, heads, _ = q_nope.shape
+    rank = w_uk.shape[2]
+    latent = torch.einsum("qhn,hnr->qhr", q_nope, w_uk.float())
+    scores = q_nope.new_empty(queries * heads, seq.num_keys)
+    if seq.gather is not None:
+        keys = rows[seq.gather].float()
+        keys[:, rank:] = rotate(keys[:, rank:], seq.key_cos, seq.key_sin)
+        pieces = [(0, seq.num_keys, keys)]
+        torch.mm(torch.cat((latent, q_rope), dim=-1).flatten(0, 1), keys.T, out=scores)
+    else:
+        # R(-δ) on the query gives the scores of R(δ) on the key: (R(-δ) q) · k == q · (R(δ) k).
+        turned = rotate(q_rope, seq.cos[:, None, None], -seq.sin[:, None, None])
+        full = torch.cat((latent.expand(len(seq.cos), -1, -1, -1), turned), dim=-1).flatten(1, 2)
+        pieces = [(r.key, r.length, rows[r.slot : r.slot + r.length].float()) for r in seq.runs]
+        for run, (key, length, piece) in zip(seq.runs, pieces, strict=True):
+            torch.mm(full[run.delta_index], piece.T, out=scores[:, key : key + length])
+    scores = scores.view(queries, heads, seq.num_keys).mul_(scale)
+    if queries > 1:
+        _hide_future(scores.transpose(0, 1), seq.q_positions, 0)
+    weights = torch.softmax(scores, dim=-1).flatten(0, 1)
+    mixed = weights.new_zeros(queries * heads, rank)
+    for key, length, piece in pieces:
+        mixed.addmm_(weights[:, key : key + length], piece[:, :rank])
+    return torch.einsum("qhr,hrv->qhv", mixed.view(queries, heads, rank), w_uv.float())
+
+
+def _expanded(
+    q_nope: Tensor, q_rope: Tensor, rows: Tensor, seq: SequenceLayout, w_uk: Tensor, w_uv: Tensor, scale: float
+) -> Tensor:
+    heads, nope_dim, rank = w_uk.shape
+    value_dim, rope_dim, n = w_uv.shape[2], q_rope.shape[2], seq.num_keys
+    # one matrix that turns a c_KV into every head's key and value: [R, H * n + H * v]
+    expand = torch.cat((w_uk.float().permute(2, 0, 1).flatten(1), w_uv.float().permute(1, 0, 2).flatten(1)), dim=1)
+    expanded = q_nope.new_empty(n, expand.shape[1])
+    turned = q_nope.new_empty(n, rope_dim)
+    if seq.gather is not None:
+        found = rows[seq.gather].float()
+        torch.mm(found[:, :rank], expand, out=expanded)
+        turned.copy_(rotate(found[:, rank:], seq.key_cos, seq.key_sin))
+    else:
+        for run in seq.runs:
+            piece = rows[run.slot : run.slot + run.length].float()
+            span = slice(run.key, run.key + run.length)
+            torch.mm(piece[:, :rank], expand, out=expanded[span])
+            if run.delta == 0:
+                turned[span] = piece[:, rank:]
+            else:
+                turned[span] = rotate(piece[:, rank:], seq.cos[run.delta_index], seq.sin[run.delta_index])
+    keys = q_nope.new_empty(heads, n, nope_dim + rope_dim)
+    keys[:, :, :nope_dim] = expanded[:, : heads * nope_dim].view(n, heads, nope_dim).transpose(0, 1)
+    keys[:, :, nope_dim:] = turned
+    values = expanded[:, heads * nope_dim :].view(n, heads, value_dim).transpose(0, 1).contiguous()
+    queries = torch.cat((q_nope, q_rope), dim=-1).transpose(0, 1).mul(scale)
+    out = q_nope.new_empty(queries.shape[1], heads, value_dim)
+    positions = seq.q_positions.tolist()
+    for start in range(0, len(positions), QUERY_TILE):
+        tile = slice(start, min(start + QUERY_TILE, len(positions)))
+        seen = positions[tile.stop - 1] + 1
+        scores = torch.bmm(queries[:, tile], keys[:, :seen].transpose(1, 2))
+        _hide_future(scores, seq.q_positions[tile], positions[start])
+        weights = torch.softmax(scores, dim=-1)
+        out[tile] = torch.bmm(weights, values[:, :seen]).transpose(0, 1)
+    return out
+
+
+def _hide_future(scores: Tensor, q_positions: Tensor, first: int) -> None:
+    """Set scores [H, q, k] of keys after the query's position to -inf; keys before `first` are seen by every query."""
+    keys = torch.arange(first, scores.shape[2], device=scores.device)
+    scores[:, :, first:].masked_fill_(keys[None, :] > q_positions[:, None], float("-inf"))
