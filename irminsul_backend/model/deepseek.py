@@ -1,0 +1,168 @@
+"""The DeepSeek-V2/V3 decoder over a flat batch of tokens. It knows nothing of sequences, caches or sampling.
+
+A batch is T tokens of any number of sequences, one after another. What a token may attend to is the business of the
+AttentionContext, which also keeps the rows. Plain tensors instead of nn.Module: nothing here is trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from irminsul_kernels import rotate
+
+from irminsul_backend.errors import InvalidRequestError, UnsupportedModelError
+from irminsul_backend.model.config import ModelConfig
+from irminsul_backend.model.dense import DenseContext
+from irminsul_backend.model.moe import MLP, MoE
+from irminsul_backend.model.weights import Checkpoint, half_split_rows
+
+LATENT_EPS = 1e-6
+"""Epsilon of q_a_layernorm and kv_a_layernorm: the published code keeps its default there, whatever rms_norm_eps is."""
+
+
+class AttentionContext(Protocol):
+    """Who attends to whom in one batch. Called once a layer, in order."""
+
+    def attend(
+        self,
+        layer: int,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        rows: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+    ) -> torch.Tensor:
+        """Keep the batch's `rows` and return the attention output [T, H, dv].
+
+        q_nope [T, H, dn]; q_rope [T, H, dr], rotated at the token's position; rows [T, R + dr]: c_KV after its norm,
+        then k_r rotated at the token's position; w_uk [H, dn, R] and w_uv [H, R, dv] lead in and out of the latent
+        space. q and k_r are half-split and carry the attention factor; the softmax scale is not applied yet.
+        """
+        ...
+
+
+class Attention:
+    """Projections of multi-head latent attention around AttentionContext.attend."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+        self.config, self.layer = config, layer
+        prefix = f"model.layers.{layer}.self_attn"
+        heads, dr = config.num_heads, config.qk_rope_head_dim
+
+        def read(name: str) -> torch.Tensor:
+            return checkpoint.read(f"{prefix}.{name}.weight")
+
+        def read_rotary(name: str, heads: int) -> torch.Tensor:
+            return half_split_rows(read(name), heads, dr, config.rope_interleave)
+
+        kv_a = read_rotary("kv_a_proj_with_mqa", 1)
+        # The query's first projection and the row's share their input: one product [query, R, dr].
+        if config.q_lora_rank is None:
+            self.q_b = self.q_norm = None
+            self.down = torch.cat((read_rotary("q_proj", heads), kv_a))
+        else:
+            self.q_b, self.q_norm = read_rotary("q_b_proj", heads), read("q_a_layernorm")
+            self.down = torch.cat((read("q_a_proj"), kv_a))
+        self.kv_norm = read("kv_a_layernorm")
+        up = read("kv_b_proj").view(heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        self.w_uk = up[:, : config.qk_nope_head_dim].contiguous()
+        self.w_uv = up[:, config.qk_nope_head_dim :].transpose(1, 2).contiguous()
+        self.o = read("o_proj")
+
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]; cos and sin float32 [T, dr/2]"""
+        c = self.config
+        down = F.linear(x, self.down)
+        query, latent, key = down.split((down.shape[1] - c.row_size, c.kv_lora_rank, c.qk_rope_head_dim), dim=1)
+        if self.q_b is not None:
+            query = F.linear(F.rms_norm(query, query.shape[-1:], self.q_norm, LATENT_EPS), self.q_b)
+        query = query.unflatten(1, (c.num_heads, -1))
+        q_nope, q_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=2)
+        q_rope = rotate(q_rope, cos[:, None], sin[:, None]).to(x.dtype)
+        latent = F.rms_norm(latent, latent.shape[-1:], self.kv_norm, LATENT_EPS)
+        rows = torch.cat((latent, rotate(key, cos, sin).to(x.dtype)), dim=1)
+        out = context.attend(self.layer, q_nope, q_rope, rows, self.w_uk, self.w_uv)
+        return F.linear(out.reshape(out.shape[0], -1), self.o)
+
+
+class DecoderLayer:
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+        prefix = f"model.layers.{layer}"
+        self.eps = config.rms_norm_eps
+        self.input_norm = checkpoint.read(f"{prefix}.input_layernorm.weight")
+        self.post_norm = checkpoint.read(f"{prefix}.post_attention_layernorm.weight")
+        self.attention = Attention(config, checkpoint, layer)
+        self.feed_forward: MLP | MoE
+        if config.is_moe_layer(layer):
+            self.feed_forward = MoE(config, checkpoint, f"{prefix}.mlp")
+        else:
+            self.feed_forward = MLP(checkpoint.read, f"{prefix}.mlp")
+
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        x = x + self.attention(F.rms_norm(x, x.shape[-1:], self.input_norm, self.eps), cos, sin, context)
+        return x + self.feed_forward(F.rms_norm(x, x.shape[-1:], self.post_norm, self.eps))
+
+
+class MLAModel:
+    """Embedding, decoder layers, head. Made by :func:`load_model`."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        self.config = config
+        self.device, self.dtype = checkpoint.device, checkpoint.dtype
+        self.embedding = checkpoint.read("model.embed_tokens.weight")
+        self.norm = checkpoint.read("model.norm.weight")
+        self.head = self.embedding if config.tie_word_embeddings else checkpoint.read("lm_head.weight")
+        self.layers = [DecoderLayer(config, checkpoint, layer) for layer in range(config.num_layers)]
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Run T tokens, int64 `token_ids` [T] at int64 `positions` [T], through every layer.
+
+        Returns the residual stream [T, hidden]; :meth:`compute_logits` takes the rows of it that want logits.
+        """
+        cos, sin = self.config.rope.cos_sin(positions)
+        x = F.embedding(token_ids, self.embedding)
+        for layer in self.layers:
+            x = layer(x, cos, sin, context)
+        return x
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows [N, hidden] of :meth:`forward`'s result -> float32 [N, vocab]; the final norm is applied here."""
+        return F.linear(F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps), self.head).float()
+
+    def logits(self, token_ids: torch.Tensor | list[int]) -> torch.Tensor:
+        """float32 [n, vocab] after each of `token_ids` [n], one sequence from position 0, nothing cached.
+
+        Raises InvalidRequestError for an empty sequence, one over max_position_embeddings, or an id out of vocabulary.
+        """
+        ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+        limit, vocab = self.config.max_position_embeddings, self.config.vocab_size
+        if ids.ndim != 1 or not 0 < ids.numel() <= limit:
+            raise InvalidRequestError(f"token ids have shape {list(ids.shape)}; it must be [n] with 1 <= n <= {limit}")
+        if ids.min() < 0 or ids.max() >= vocab:
+            raise InvalidRequestError(f"token ids span {ids.min()}..{ids.max()}; they must be 0..{vocab - 1}")
+        positions = torch.arange(ids.numel(), device=self.device)
+        context = DenseContext(self.config, ids.numel(), self.device)
+        return self.compute_logits(self.forward(ids, positions, context))
+
+
+def load_model(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> MLAModel:
+    """Load a Hugging Face folder (config.json, *.safetensors) of the DeepSeek-V2/V3 family.
+
+    Raises UnsupportedModelError if a file is missing, a config value is not understood, or the tensors do not fit.
+    """
+    if not Path(folder).is_dir():
+        raise UnsupportedModelError(f"model folder {folder} does not exist")
+    config = ModelConfig.load(folder)
+    with torch.inference_mode():
+        return MLAModel(config, Checkpoint(folder, config, torch.device(device), dtype))
