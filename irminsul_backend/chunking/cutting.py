@@ -1,0 +1,162 @@
+"""Content-defined chunk boundaries over token ids: a Gear rolling hash, bounded lengths, structure edges.
+
+The hash ``h = (h << shift) + G[id]`` (mod 2^64) holds exactly the last ``window`` ids, because older ones have been
+shifted out. It is never reset, so where chunks may end does not depend on where earlier ones ended. Source of the
+scheme: the Irminsul paper, section on content-defined chunking; FastCDC for the Gear hash.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+
+from irminsul_backend.chunking.presets import Preset
+
+_NEVER = 1 << 62
+_SYNC_CHUNKS = 16
+"""How many longest chunks behind a change the cuts are expected to meet the old ones again."""
+
+
+def mix(ids: np.ndarray) -> np.ndarray:
+    """G: a fixed 64-bit mix of each id (the finaliser of SplitMix64). int32 [n] -> uint64 [n]."""
+    z = ids.astype(np.uint64)
+    z += np.uint64(0x9E3779B97F4A7C15)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def rolling_hash(ids: np.ndarray, preset: Preset) -> np.ndarray:
+    """The hash after each id, starting from 0. int32 [n] -> uint64 [n].
+
+    Doubling: the hash over 2k ids is that over the last k plus that over the k before, shifted by k ids.
+    """
+    h = mix(ids)
+    k = 1
+    while k < preset.window and k < len(h):
+        h[k:] += h[:-k] << np.uint64(k * preset.shift)
+        k *= 2
+    return h
+
+
+def cut(ids: np.ndarray, preset: Preset, edges: np.ndarray | None = None) -> np.ndarray:
+    """Cut a prompt into chunks.
+
+    Every chunk is `preset.minimum` to `preset.maximum` ids long; only the last may be shorter. An edge is a cut, except
+    where that would make a chunk shorter than the minimum (the short piece then joins what follows); content cuts keep
+    that distance from a coming edge.
+
+    Args:
+        ids: int32 [n].
+        edges: int32 [k], ascending offsets where template structure starts; ignored without `preset.structure_cuts`.
+
+    Returns:
+        int32 [m]: chunk ends, ascending; the last is n. Empty for an empty prompt.
+    """
+    ends, _ = _walk(ids, preset, _inner_edges(edges, len(ids), preset), 0, len(ids), frozenset())
+    return np.array(ends, dtype=np.int32)
+
+
+def recut(
+    old_ids: np.ndarray,
+    old_ends: np.ndarray,
+    ids: np.ndarray,
+    preset: Preset,
+    edges: np.ndarray | None = None,
+    old_edges: np.ndarray | None = None,
+) -> np.ndarray:
+    """What `cut(ids, preset, edges)` returns, given ``old_ends = cut(old_ids, preset, old_edges)``.
+
+    Only the part between the common prefix and the common suffix is hashed and walked, plus a few chunks around it.
+    """
+    n, n_old = len(ids), len(old_ids)
+    edges, old_edges = _inner_edges(edges, n, preset), _inner_edges(old_edges, n_old, preset)
+    delta = n - n_old
+
+    # A chunk's end is decided by ids up to `maximum` behind its start, and by edges less than `minimum` beyond those.
+    same_until = min(common_prefix(old_ids, ids), _first_difference(old_edges, edges))
+    starts = np.concatenate(([0], old_ends[:-1])) if len(old_ends) else np.empty(0, np.int64)
+    kept = int(np.searchsorted(starts, same_until - preset.maximum - preset.minimum, side="right"))
+    start = int(old_ends[kept - 1]) if kept else 0
+
+    # Behind `same_from` hashes and edges are the old ones, moved by delta: from the first common end on, all ends are.
+    same_from = n - common_prefix(old_ids[::-1], ids[::-1]) + preset.window
+    same_from = max(same_from, n - _first_difference((n_old - old_edges)[::-1], (n - edges)[::-1]) + 1, start)
+    moved = old_ends.astype(np.int64) + delta
+    first = int(np.searchsorted(moved, same_from))
+    known = frozenset(moved[first:].tolist())
+    stop = n
+    if known and n - same_from > 2 * _SYNC_CHUNKS * preset.maximum:
+        stop = same_from + _SYNC_CHUNKS * preset.maximum
+    middle, met = _walk(ids, preset, edges, start, stop, known)
+    if not met and stop < n:
+        rest, met = _walk(ids, preset, edges, middle[-1] if middle else start, n, known)
+        middle += rest
+    tail = moved[int(np.searchsorted(moved, middle[-1], side="right")) :] if met else moved[:0]
+    return np.concatenate((old_ends[:kept], middle, tail)).astype(np.int32)
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Number of leading elements that are equal."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+def _inner_edges(edges: np.ndarray | None, n: int, preset: Preset) -> np.ndarray:
+    if edges is None or not preset.structure_cuts:
+        return np.empty(0, np.int64)
+    return edges[(edges > 0) & (edges < n)].astype(np.int64)
+
+
+def _first_difference(a: np.ndarray, b: np.ndarray) -> int:
+    """The smallest value that is in only one of two ascending arrays."""
+    k = common_prefix(a, b)
+    return min(int(a[k]) if k < len(a) else _NEVER, int(b[k]) if k < len(b) else _NEVER)
+
+
+def _candidates(ids: np.ndarray, preset: Preset, start: int, stop: int) -> list[int]:
+    """Ends in (start, stop] where the content allows a cut."""
+    begin = max(0, start + 1 - preset.window)
+    below = rolling_hash(ids[begin:stop], preset) < np.uint64(preset.threshold)
+    ends = np.flatnonzero(below[start - begin :])
+    ends += start + 1
+    return ends.tolist()
+
+
+def _walk(
+    ids: np.ndarray, preset: Preset, edges: np.ndarray, start: int, stop: int, known: frozenset[int]
+) -> tuple[list[int], bool]:
+    """Choose chunk ends from `start` on, one step a chunk.
+
+    Ends when a chunk end is in `known` (then the second result is True), at the end of `ids`, or where the next end
+    would depend on ids beyond `stop`.
+    """
+    n, minimum, maximum = len(ids), preset.minimum, preset.maximum
+    candidates = _candidates(ids, preset, start, stop)
+    candidates.append(_NEVER)
+    forced = edges[np.searchsorted(edges, start) :].tolist()
+    forced.append(_NEVER)
+    ends: list[int] = []
+    c = e = 0
+    while start < n and (start + maximum <= stop or stop == n):
+        c = bisect_left(candidates, start + minimum, c)
+        e = bisect_left(forced, start + minimum, e)
+        edge = forced[e]
+        # The maximum is at least twice the minimum, so a cut at `last` never makes a chunk too short.
+        last = min(start + maximum, edge - minimum)
+        if candidates[c] <= last:
+            start = candidates[c]
+        elif edge <= start + maximum:
+            start = edge
+        else:
+            start = min(last, n)
+        ends.append(start)
+        if start in known:
+            return ends, True
+    return ends, False
