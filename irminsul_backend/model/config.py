@@ -179,7 +179,7 @@ def _moe_fields(read: _Reader, architecture: str) -> dict[str, Any]:
     scoring = read.value("scoring_func", ROUTINGS.get(method))
     if moe and scoring != ROUTINGS[method]:
         raise UnsupportedModelError(
-            f"config.json: scoring_func is {scoring!r}; with topk_method {method!r} only {ROUTINGS[method]!r} is understood"
+            f"config.json: scoring_func is {scoring!r}; topk_method {method!r} goes with {ROUTINGS[method]!r}"
         )
     groups = 1 if method == "greedy" else read.integer("n_group", 1)
     kept = 1 if method == "greedy" else read.integer("topk_group", 1)
@@ -191,7 +191,7 @@ def _moe_fields(read: _Reader, architecture: str) -> dict[str, Any]:
         )
     if moe and per_token > experts // groups * kept:
         raise UnsupportedModelError(
-            f"config.json: num_experts_per_tok is {per_token}; only {experts // groups * kept} experts can be chosen from"
+            f"config.json: num_experts_per_tok is {per_token}; at most {experts // groups * kept} can be chosen"
         )
     if moe and method == "noaux_tc" and experts // groups < 2:
         raise UnsupportedModelError(f"config.json: n_group is {groups}; noaux_tc needs at least 2 experts a group")

@@ -84,9 +84,9 @@ class MoE:
         self.router = Router(config, checkpoint, f"{prefix}.gate")
         self.shared = MLP(read, f"{prefix}.shared_experts") if config.n_shared_experts else None
         count, inner, hidden = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
-        empty = {"dtype": checkpoint.dtype, "device": checkpoint.device}
-        self.gate_up = torch.empty(count, 2 * inner, hidden, **empty)
-        self.down = torch.empty(count, hidden, inner, **empty)
+        device, dtype = checkpoint.device, checkpoint.dtype
+        self.gate_up = torch.empty(count, 2 * inner, hidden, device=device, dtype=dtype)
+        self.down = torch.empty(count, hidden, inner, device=device, dtype=dtype)
         for expert in range(count):
             self.gate_up[expert] = _gate_up(read, f"{prefix}.experts.{expert}")
             self.down[expert] = read(f"{prefix}.experts.{expert}.down_proj.weight")

@@ -47,7 +47,8 @@ class Checkpoint:
         tensor = self._where[name].get_tensor(name)
         if name + SCALE in self._where:
             assert self.config.weight_block_size is not None
-            tensor = scale_blocks(tensor, self._where[name + SCALE].get_tensor(name + SCALE), self.config.weight_block_size)
+            scale = self._where[name + SCALE].get_tensor(name + SCALE)
+            tensor = scale_blocks(tensor, scale, self.config.weight_block_size)
         return tensor.to(device=self.device, dtype=self.dtype)
 
     def read_float32(self, name: str) -> torch.Tensor:
