@@ -28,8 +28,8 @@ class ServerConfig:
     """``auto`` | ``cpu`` | ``cuda``."""
     dtype: str = "auto"
     """``auto`` (float32 on CPU, bfloat16 on GPU) | ``float32`` | ``bfloat16`` | ``float16``."""
-    capacity_tokens: int = 131072
-    """Slots in the KV pool; one slot holds one token's rows of all layers."""
+    capacity_tokens: int = 0
+    """Slots in the KV pool; one slot holds one token's rows of all layers. 0 = sized by the free memory."""
     max_batch_tokens: int = 1024
     """Most tokens (prefill and decode together) in one forward pass."""
     max_running: int = 64
@@ -49,12 +49,13 @@ class ServerConfig:
         """Read ``IRMINSUL_*`` variables; raises ServerStartError naming variable and value if one does not parse."""
         source = os.environ if env is None else env
         values: dict[str, object] = {}
+        defaults = cls()
         for field in fields(cls):
             name = PREFIX + field.name.upper()
             text = source.get(name)
             if text is None or text == "":
                 continue
-            kind = type(field.default)
+            kind = type(getattr(defaults, field.name))
             try:
                 values[field.name] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)
             except ValueError as error:

@@ -34,6 +34,14 @@ class Run(NamedTuple):
     delta: int
 
 
+class Gathered(NamedTuple):
+    """Every key on its own: int64 [num_keys] slots and float32 [num_keys, d/2] rotations."""
+
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
 @dataclass(frozen=True)
 class SequenceLayout:
     """One sequence's share of a batch: queries [q_start, q_end) of the flat batch over keys 0 .. num_keys."""
@@ -47,11 +55,8 @@ class SequenceLayout:
     cos: Tensor
     """float32 [distinct δ, d/2], rotation by +δ."""
     sin: Tensor
-    gather: Tensor | None
-    """int64 [num_keys] slots, where runs are too short to be worth a matrix product each; else None."""
-    key_cos: Tensor | None
-    """float32 [num_keys, d/2]; with `gather`."""
-    key_sin: Tensor | None
+    gathered: Gathered | None
+    """Set, and runs empty, where runs are too short to be worth a matrix product each."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def build_layout(
             raise ValueError(f"sequence {index} has no query; leave it out of the batch")
         if positions[0] < 0 or positions[-1] >= len(sequence_slots):
             raise ValueError(
-                f"sequence {index} asks for positions {positions[0]}..{positions[-1]}; it has {len(sequence_slots)} slots"
+                f"sequence {index}: positions {positions[0]}..{positions[-1]} leave its {len(sequence_slots)} slots"
             )
         if len(positions) > 1 and not (np.diff(positions) > 0).all():
             raise ValueError(f"sequence {index}: query positions must be strictly ascending")
@@ -116,12 +121,11 @@ def _sequence_layout(
     starts = np.concatenate(([0], breaks))
     distinct, delta_index = np.unique(deltas[starts], return_inverse=True)
     cos, sin = (t.to(device) for t in cos_sin(torch.from_numpy(distinct), turns))
-    gather = key_cos = key_sin = None
+    gathered = None
     runs: list[Run] = []
     if len(keys) < min_run * len(starts) and len(starts) > 1:
-        gather = torch.from_numpy(keys).to(device)
         per_key = torch.from_numpy(np.repeat(delta_index, np.diff(np.append(starts, len(keys))))).to(device)
-        key_cos, key_sin = cos[per_key], sin[per_key]
+        gathered = Gathered(torch.from_numpy(keys).to(device), cos[per_key], sin[per_key])
     else:
         lengths = np.diff(np.append(starts, len(keys)))
         runs = [
@@ -129,9 +133,7 @@ def _sequence_layout(
             for k, n, d in zip(starts, lengths, delta_index, strict=True)
         ]
     q_positions = torch.from_numpy(positions.astype(np.int64)).to(device)
-    return SequenceLayout(
-        start, start + len(positions), len(keys), q_positions, runs, cos, sin, gather, key_cos, key_sin
-    )
+    return SequenceLayout(start, start + len(positions), len(keys), q_positions, runs, cos, sin, gathered)
 
 
 def expanded_threshold(rank: int, nope_dim: int, value_dim: int) -> int:
@@ -196,9 +198,9 @@ def _absorbed(
     rank = w_uk.shape[2]
     latent = torch.einsum("qhn,hnr->qhr", q_nope, w_uk.float())
     scores = q_nope.new_empty(queries * heads, seq.num_keys)
-    if seq.gather is not None:
-        keys = rows[seq.gather].float()
-        keys[:, rank:] = rotate(keys[:, rank:], seq.key_cos, seq.key_sin)
+    if seq.gathered is not None:
+        keys = rows[seq.gathered.slots].float()
+        keys[:, rank:] = rotate(keys[:, rank:], seq.gathered.cos, seq.gathered.sin)
         pieces = [(0, seq.num_keys, keys)]
         torch.mm(torch.cat((latent, q_rope), dim=-1).flatten(0, 1), keys.T, out=scores)
     else:
@@ -227,10 +229,10 @@ def _expanded(
     expand = torch.cat((w_uk.float().permute(2, 0, 1).flatten(1), w_uv.float().permute(1, 0, 2).flatten(1)), dim=1)
     expanded = q_nope.new_empty(n, expand.shape[1])
     turned = q_nope.new_empty(n, rope_dim)
-    if seq.gather is not None:
-        found = rows[seq.gather].float()
+    if seq.gathered is not None:
+        found = rows[seq.gathered.slots].float()
         torch.mm(found[:, :rank], expand, out=expanded)
-        turned.copy_(rotate(found[:, rank:], seq.key_cos, seq.key_sin))
+        turned.copy_(rotate(found[:, rank:], seq.gathered.cos, seq.gathered.sin))
     else:
         for run in seq.runs:
             piece = rows[run.slot : run.slot + run.length].float()

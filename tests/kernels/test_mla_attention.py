@@ -112,7 +112,7 @@ def test_threshold_of_the_published_shape() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(q_positions=[np.array([5])]), "asks for positions"),
+        (dict(q_positions=[np.array([5])]), "leave its 5 slots"),
         (dict(q_positions=[np.array([], dtype=np.int64)]), "no query"),
         (dict(q_positions=[np.array([2, 2])]), "ascending"),
         (dict(slots=[np.array([0, 1, 64, 3, 4], np.int32)]), "leave the pool"),

@@ -1,0 +1,219 @@
+"""The position-independent cache: admits sequences, hands out their slots, keeps finished ones as donors, evicts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from irminsul_backend.cache.planner import Segment, plan
+from irminsul_backend.cache.registry import Registry
+from irminsul_backend.cache.sequence import CachedSequence
+from irminsul_backend.cache.slots import SlotPool
+from irminsul_backend.errors import CapacityError
+
+METADATA_FACTOR = 4
+"""Idle donors may hold this many times the capacity in tokens (10 bytes each): shared rows take no further slots."""
+
+
+class Admission(NamedTuple):
+    sequence: CachedSequence
+    segments: list[Segment]
+    holes: np.ndarray
+    """int64, positions of the prompt to compute, ascending; the last token is always among them."""
+
+
+class PICache:
+    """All methods are called from one thread (the engine's).
+
+    A sequence is *running* from :meth:`admit` to :meth:`retire` or :meth:`discard`, then *idle* (a donor that may be
+    evicted). Slots are held by sequences alone, running or idle, once per place that names them.
+    """
+
+    def __init__(self, capacity: int, *, extension: bool, min_segment: int) -> None:
+        self.pool = SlotPool(capacity)
+        self.registry = Registry()
+        self._extension = extension
+        self._min_segment = min_segment
+        self._running: set[CachedSequence] = set()
+        self._idle: OrderedDict[CachedSequence, None] = OrderedDict()  # least recently used first
+        self._idle_tokens = 0
+        self._last_of_session: dict[tuple[str, str], CachedSequence] = {}
+
+    def admit(
+        self,
+        token_ids: np.ndarray,
+        chunk_ends: np.ndarray,
+        fingerprints: np.ndarray,
+        *,
+        namespace: str,
+        session_id: str,
+        reuse: str,
+        max_new: int,
+    ) -> Admission | None:
+        """Plan a prompt and take the slots for it and for `max_new` further tokens, so that decoding never runs dry.
+
+        Returns None, and evicts nothing, if evicting every idle donor would not be enough: try again when something
+        ends.
+
+        Raises:
+            CapacityError: the request needs more slots than the pool has.
+        """
+        n, size = len(token_ids), len(token_ids) + max_new
+        if size > self.pool.capacity:
+            raise CapacityError(
+                f"prompt of {n} tokens + {max_new} to generate = {size} exceeds the KV pool of {self.pool.capacity} "
+                "slots; shorten the prompt, lower max_tokens or raise capacity_tokens"
+            )
+        known = self._last_of_session.get((namespace, session_id))
+        segments = plan(
+            self.registry,
+            namespace,
+            token_ids,
+            chunk_ends,
+            fingerprints,
+            reuse=reuse,
+            extension=self._extension,
+            min_segment=self._min_segment,
+            also_try=[known] if known else [],
+        )
+        slots = np.empty(size, np.int32)
+        generation = np.zeros(size, np.int16)
+        computed = np.ones(size, bool)
+        for s in segments:
+            source = slice(s.donor_start, s.donor_start + s.end - s.start)
+            slots[s.start : s.end] = s.donor.slots[source]
+            generation[s.start : s.end] = (
+                s.donor.generation[source] if s.exact else self.pool.generation[s.donor.slots[source]] + 1
+            )
+            computed[s.start : s.end] = False
+            self._touch(s.donor)
+        reused = slots[~computed]
+        self.pool.share(reused)  # from here on evicting a donor cannot take these rows away
+        fresh = self._allocate(int(computed.sum()), reused)
+        if fresh is None:
+            self.pool.release(reused)
+            return None
+        slots[computed] = fresh
+        positions = np.flatnonzero(computed)
+        generation[computed] = np.maximum.accumulate(generation)[computed]
+        self.pool.base[fresh] = positions
+        self.pool.generation[fresh] = generation[computed]
+        ids = np.empty(size, np.int32)
+        ids[:n] = token_ids
+        holes = positions[positions < n]
+        sequence = CachedSequence(namespace, session_id, ids, slots, generation, chunk_ends, fingerprints)
+        self._running.add(sequence)
+        self.advance(sequence, int(holes[0]))
+        self._drop_superseded(segments)
+        return Admission(sequence, segments, holes)
+
+    def advance(self, sequence: CachedSequence, length: int) -> None:
+        """Rows [0, length) are written: others may reuse them from now on."""
+        sequence.length = length
+        self.registry.publish(sequence)
+
+    def retire(self, sequence: CachedSequence, chunk_ends: np.ndarray, fingerprints: np.ndarray) -> None:
+        """The request has ended: keep [0, sequence.length) as a donor, give back the rest.
+
+        Args:
+            chunk_ends, fingerprints: of the written tokens, prompt and answer; they agree with the prompt's chunks as
+                far as those were registered.
+        """
+        length = sequence.length
+        self._running.remove(sequence)
+        self.pool.release(sequence.slots[length:])
+        if length == 0:
+            self.registry.forget(sequence)
+            return
+        sequence.token_ids = sequence.token_ids[:length].copy()
+        sequence.slots = sequence.slots[:length].copy()
+        sequence.generation = sequence.generation[:length].copy()
+        sequence.chunk_ends, sequence.fingerprints = chunk_ends, fingerprints
+        self.registry.publish(sequence)
+        sequence.running = False
+        self._idle[sequence] = None
+        self._idle_tokens += length
+        self._last_of_session[sequence.namespace, sequence.session_id] = sequence
+        while self._idle_tokens > METADATA_FACTOR * self.pool.capacity:
+            self.discard(next(iter(self._idle)))
+
+    def discard(self, sequence: CachedSequence) -> int:
+        """Drop a sequence, running or idle, from the registry and give its slots back; returns how many became free."""
+        if sequence.running:
+            self._running.remove(sequence)
+        else:
+            del self._idle[sequence]
+            self._idle_tokens -= sequence.length
+        self.registry.forget(sequence)
+        key = (sequence.namespace, sequence.session_id)
+        if self._last_of_session.get(key) is sequence:
+            del self._last_of_session[key]
+        return self.pool.release(sequence.slots)
+
+    def is_cached(self, sequence: CachedSequence) -> bool:
+        return sequence in self._idle or sequence in self._running
+
+    def clear(self) -> None:
+        """Forget every idle donor."""
+        for sequence in list(self._idle):
+            self.discard(sequence)
+
+    def _touch(self, donor: CachedSequence) -> None:
+        if donor in self._idle:
+            self._idle.move_to_end(donor)
+
+    def _drop_superseded(self, segments: list[Segment]) -> None:
+        """An idle donor that lies whole inside the new sequence's exact prefix can give nothing the new one cannot."""
+        if segments and segments[0].exact:
+            donor = segments[0].donor
+            if donor in self._idle and segments[0].end == donor.length:
+                self.discard(donor)
+
+    def _allocate(self, n: int, reused: np.ndarray) -> np.ndarray | None:
+        slots = self.pool.allocate(n)
+        if slots is not None:
+            return slots
+        held = np.concatenate([reused, *(s.slots for s in self._running)])
+        if n > self.pool.capacity - len(np.unique(held)):
+            return None  # evicting everything would not be enough, so nothing is evicted
+        # First those that hold rows alone, oldest first; then the rest, whose rows are shared among idle donors.
+        for require_own in (True, False):
+            for donor in list(self._idle):
+                if not require_own or (self.pool.refs[donor.slots] == 1).any():
+                    self.discard(donor)
+                    if self.pool.num_free >= n:
+                        return self.pool.allocate(n)
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "capacity": self.pool.capacity,
+            "free": self.pool.num_free,
+            "used": self.pool.capacity - self.pool.num_free,
+            "running": len(self._running),
+            "idle": len(self._idle),
+            "idle_tokens": self._idle_tokens,
+            "registry_entries": len(self.registry),
+        }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if reference counts, free count, registry or generations contradict the sequences."""
+        live = [*self._running, *self._idle]
+        held = np.concatenate([s.slots for s in live]) if live else np.empty(0, np.int32)
+        counts = np.bincount(held, minlength=self.pool.capacity)
+        assert np.array_equal(counts, self.pool.refs), "a slot's reference count differs from its holders"
+        assert self.pool.num_free == int((self.pool.refs == 0).sum()), "free + used != capacity"
+        assert self._idle_tokens == sum(s.length for s in self._idle), "idle tokens were miscounted"
+        for s in live:
+            computed_here = self.pool.base[s.slots[: s.length]] == np.arange(s.length)
+            wrong = (s.generation[: s.length] == 0) & (~computed_here | (self.pool.generation[s.slots[: s.length]] > 0))
+            assert not wrong.any(), "a row that is not exact here has generation 0"
+        alive = set(live)
+        for namespace, _, place in self.registry.entries():
+            assert place.donor in alive, "the registry names a sequence that is gone"
+            assert place.donor.namespace == namespace, "a row crossed a namespace"
+            assert place.offset < place.donor.length, "the registry names rows that are not written"
+        for (namespace, _), sequence in self._last_of_session.items():
+            assert sequence in alive and sequence.namespace == namespace, "a session remembers a sequence that is gone"

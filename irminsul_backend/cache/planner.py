@@ -1,0 +1,177 @@
+"""Turn (tokens, chunks) into segments to reuse and holes to compute. Pure: reads the registry, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from irminsul_backend.cache.registry import Registry
+from irminsul_backend.cache.sequence import CachedSequence
+
+SINK_TOKENS = 32
+"""Positions below this hold the attention sink: never reused by content, neither from there nor there."""
+
+
+class Segment(NamedTuple):
+    """Positions [start, end) take the donor's rows from donor_start on. Every id in it was compared."""
+
+    start: int
+    end: int
+    donor: CachedSequence
+    donor_start: int
+    exact: bool
+    """Part of the longest identical prefix."""
+
+    @property
+    def delta(self) -> int:
+        return self.start - self.donor_start
+
+
+def plan(
+    registry: Registry,
+    namespace: str,
+    token_ids: np.ndarray,
+    chunk_ends: np.ndarray,
+    fingerprints: np.ndarray,
+    *,
+    reuse: str,
+    extension: bool,
+    min_segment: int,
+    also_try: Sequence[CachedSequence] = (),
+) -> list[Segment]:
+    """Segments in order of position, never overlapping, never holding the last token.
+
+    Args:
+        token_ids: int32 [n].
+        chunk_ends, fingerprints: int32 and uint64 [chunks], from the chunker.
+        reuse: `off`, `exact` (the longest prefix whose rows are exact) or `content` (that prefix, exact or not, then
+            chunks found anywhere).
+        extension: grow a found chunk left and right while the ids stay equal.
+        min_segment: shorter finds are computed instead.
+        also_try: further donors for the prefix (the session's last sequence).
+    """
+    if reuse == "off":
+        return []
+    last = len(token_ids) - 1
+    segments: list[Segment] = []
+    prefix, donor = _longest_prefix(
+        token_ids[:last], [*also_try, *registry.find_prefixes(namespace, token_ids, fingerprints)], reuse == "exact"
+    )
+    if donor is not None:
+        segments.append(Segment(0, prefix, donor, 0, True))
+    if reuse == "exact":
+        return segments
+
+    cursor = max(prefix, SINK_TOKENS)
+    former = segments[-1] if segments else None
+    ends = chunk_ends.tolist()
+    at = int(np.searchsorted(chunk_ends, cursor, side="right"))
+    while at < len(ends):
+        start, end = max(cursor, ends[at - 1] if at else 0), min(ends[at], last)
+        if start >= end:
+            break
+        found = _continuation(token_ids, start, end, former) or _anchor(
+            registry, namespace, token_ids, int(fingerprints[at]), ends[at - 1] if at else 0, start, end
+        )
+        at += 1
+        if found is None:
+            continue
+        if extension:
+            found = _extended(token_ids, found, cursor, last)
+        joined = former is not None and former.end == found.start and _same_line(former, found) and not former.exact
+        if found.end - found.start < min_segment and not joined:
+            continue
+        if joined:
+            segments[-1] = segments[-1]._replace(end=found.end)
+        else:
+            segments.append(found)
+        former, cursor = segments[-1], found.end
+        at = max(at, int(np.searchsorted(chunk_ends, cursor, side="right")))
+    return segments
+
+
+def _longest_prefix(
+    token_ids: np.ndarray, donors: Sequence[CachedSequence], exact: bool
+) -> tuple[int, CachedSequence | None]:
+    best, chosen = 0, None
+    for donor in donors:
+        usable = donor.exact_length if exact else donor.length
+        length = _match_right(token_ids, 0, donor.token_ids, 0, min(usable, len(token_ids)))
+        if length > best:
+            best, chosen = length, donor
+    return best, chosen
+
+
+def _continuation(token_ids: np.ndarray, start: int, end: int, former: Segment | None) -> Segment | None:
+    """The chunk where the former segment's donor would have it: behind a small edit both go on in step."""
+    if former is None:
+        return None
+    donor_start = start - former.delta
+    return _checked(token_ids, start, end, former.donor, donor_start)
+
+
+def _anchor(
+    registry: Registry, namespace: str, token_ids: np.ndarray, fingerprint: int, chunk_start: int, start: int, end: int
+) -> Segment | None:
+    place = registry.find_chunk(namespace, fingerprint)
+    if place is None:
+        return None
+    return _checked(token_ids, start, end, place.donor, place.offset + start - chunk_start)
+
+
+def _checked(token_ids: np.ndarray, start: int, end: int, donor: CachedSequence, donor_start: int) -> Segment | None:
+    if donor_start < SINK_TOKENS:
+        start, donor_start = start + SINK_TOKENS - donor_start, SINK_TOKENS
+    length = end - start
+    if length <= 0 or donor_start + length > donor.length:
+        return None
+    if not np.array_equal(token_ids[start:end], donor.token_ids[donor_start : donor_start + length]):
+        return None
+    return Segment(start, end, donor, donor_start, False)
+
+
+def _extended(token_ids: np.ndarray, found: Segment, cursor: int, last: int) -> Segment:
+    donor = found.donor
+    left = _match_left(
+        token_ids,
+        found.start,
+        donor.token_ids,
+        found.donor_start,
+        min(found.start - cursor, found.donor_start - SINK_TOKENS),
+    )
+    donor_end = found.donor_start + found.end - found.start
+    right = _match_right(
+        token_ids, found.end, donor.token_ids, donor_end, min(last - found.end, donor.length - donor_end)
+    )
+    return found._replace(start=found.start - left, end=found.end + right, donor_start=found.donor_start - left)
+
+
+def _same_line(a: Segment, b: Segment) -> bool:
+    return a.donor is b.donor and a.delta == b.delta
+
+
+def _match_right(a: np.ndarray, i: int, b: np.ndarray, j: int, limit: int) -> int:
+    """How many ids from a[i], b[j] on are equal, at most `limit`; compares in windows that double."""
+    done, window = 0, 64
+    while done < limit:
+        n = min(window, limit - done)
+        differs = a[i + done : i + done + n] != b[j + done : j + done + n]
+        first = int(differs.argmax())
+        if differs[first]:
+            return done + first
+        done, window = done + n, window * 2
+    return done
+
+
+def _match_left(a: np.ndarray, i: int, b: np.ndarray, j: int, limit: int) -> int:
+    """How many ids before a[i], b[j] are equal, at most `limit`."""
+    done, window = 0, 64
+    while done < limit:
+        n = min(window, limit - done)
+        differs = a[i - done - n : i - done] != b[j - done - n : j - done]
+        if differs.any():
+            return done + int(differs[::-1].argmax())
+        done, window = done + n, window * 2
+    return done

@@ -1,0 +1,51 @@
+"""A sequence whose rows are (or are becoming) available to others: a donor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """Token ids and slots of one request, running or finished. Position i is `token_ids[i]`, its row in `slots[i]`.
+
+    While it runs the arrays have room for the tokens still to come; `length` says how far rows are written. Others may
+    reuse `[0, length)` only.
+    """
+
+    namespace: str
+    session_id: str
+    token_ids: np.ndarray
+    """int32 [size]"""
+    slots: np.ndarray
+    """int32 [size]; two sequences, or two places in one, may name the same slot."""
+    generation: np.ndarray
+    """int16 [size]: 0 where every row attended to was exact in this sequence; a row reused by content counts as its own
+    generation + 1, and what is computed behind it inherits the highest so far."""
+    chunk_ends: np.ndarray
+    """int32 [chunks]"""
+    fingerprints: np.ndarray
+    """uint64 [chunks]"""
+    length: int = 0
+    running: bool = True
+    num_published: int = 0
+    """Chunks that the registry knows of this sequence."""
+    chain: int = 0
+    """Hash of the published chunks' fingerprints in order."""
+    head_published: bool = False
+    content_keys: list[int] = field(default_factory=list)
+    prefix_keys: list[int] = field(default_factory=list)
+
+    first_inexact: int = field(init=False)
+    """First position whose generation is not 0, or the size."""
+
+    def __post_init__(self) -> None:
+        inexact = self.generation > 0
+        self.first_inexact = int(inexact.argmax()) if inexact.any() else len(inexact)
+
+    @property
+    def exact_length(self) -> int:
+        """Length of the written prefix whose rows equal those of a full prefill (generation 0)."""
+        return min(self.length, self.first_inexact)

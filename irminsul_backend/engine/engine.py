@@ -1,0 +1,342 @@
+"""Continuous batching over the position-independent cache, in one thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from irminsul_backend.cache import PICache
+from irminsul_backend.chunking import PRESETS, Preset, cut, fingerprint
+from irminsul_backend.config import ServerConfig
+from irminsul_backend.engine.runner import ModelRunner, resolve_capacity, resolve_device
+from irminsul_backend.engine.sampling import sample
+from irminsul_backend.engine.sequence import RunningSequence
+from irminsul_backend.errors import CapacityError, InvalidRequestError, ServerStartError
+from irminsul_backend.model import MLAModel, load_model
+from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Requests go in by :meth:`submit` from any thread; events come out in order, on the engine's own thread.
+
+    One step is one forward pass over everything there is to do: the next token of every decoding sequence and, within
+    the token budget, prompt holes of the others, in order of arrival. A request is planned only when its prefill can
+    begin, so it finds what the requests before it have just computed.
+    """
+
+    def __init__(
+        self, model: MLAModel, capacity: int, preset: Preset, *, max_batch_tokens: int = 1024, max_running: int = 64
+    ) -> None:
+        self.cache = PICache(capacity, extension=preset.extension, min_segment=preset.min_segment)
+        self.runner = ModelRunner(model, capacity)
+        self._preset = preset
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._waiting: deque[RunningSequence] = deque()
+        self._running: list[RunningSequence] = []
+        self._live: dict[str, RunningSequence] = {}
+        self._counters: Counter[str] = Counter()
+        self._blocked = False  # the head of the queue did not fit; nothing has ended since
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="irminsul-engine", daemon=True)
+
+    @classmethod
+    def from_config(cls, config: ServerConfig) -> Engine:
+        """Load the model and size the pool. Raises ServerStartError or UnsupportedModelError with field and value."""
+        if config.preset not in PRESETS:
+            raise ServerStartError(f"preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
+        device, dtype = resolve_device(config)
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        model = load_model(config.model, device=device, dtype=dtype)
+        return cls(
+            model,
+            resolve_capacity(config, model),
+            PRESETS[config.preset],
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End every request with an error and stop the thread."""
+
+        def shut() -> None:
+            self._closing = True
+            for sequence in list(self._live.values()):
+                self._fail(sequence, "the server is shutting down")
+
+        self._inbox.put(shut)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(
+        self,
+        request: GenerationRequest,
+        token_ids: np.ndarray,
+        chunk_ends: np.ndarray,
+        fingerprints: np.ndarray,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Queue a request; returns at once.
+
+        Args:
+            token_ids: int32 [n], n >= 1.
+            chunk_ends: int32 [chunks], ascending, the last one n.
+            fingerprints: uint64 [chunks].
+            on_event: called on the engine's thread with every Event, in order of index; it must not block. The last one
+                is of kind `finished` or `error`.
+
+        Raises:
+            InvalidRequestError: the tensors contradict each other, or the key is in use.
+        """
+        n, vocab_size = len(token_ids), self.runner.model.config.vocab_size
+        if n == 0:
+            raise InvalidRequestError("the prompt has no tokens; send at least one")
+        if len(chunk_ends) != len(fingerprints) or chunk_ends[-1] != n or (np.diff(chunk_ends, prepend=0) <= 0).any():
+            raise InvalidRequestError(
+                f"{len(chunk_ends)} chunk ends and {len(fingerprints)} fingerprints do not describe {n} tokens"
+            )
+        if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+            raise InvalidRequestError(
+                f"token ids span {token_ids.min()}..{token_ids.max()}; they must be 0..{vocab_size - 1}"
+            )
+        sequence = RunningSequence(request, token_ids, chunk_ends, fingerprints, on_event, vocab_size)
+        if self._live.setdefault(request.key, sequence) is not sequence:
+            raise InvalidRequestError(
+                f"request key {request.key!r} is in use by a running request; keys must be unique"
+            )
+        self._inbox.put(lambda: self._waiting.append(sequence))
+
+    def stop(self, key: str) -> bool:
+        """End a request early; its `finished` event says `cancelled`. False if no such request runs (any more)."""
+        if key not in self._live:
+            return False
+
+        def cancel() -> None:
+            sequence = self._live.get(key)
+            if sequence is not None:
+                self._finish(sequence, "cancelled")
+
+        self._inbox.put(cancel)
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """Cache statistics, counters and the verdict of the integrity check, taken between two steps."""
+        answer: Future[dict[str, Any]] = Future()
+        self._inbox.put(lambda: answer.set_result(self._status()))
+        return answer.result(timeout=60)
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "cache": self.cache.stats(),
+            "counters": dict(self._counters),
+            "waiting": len(self._waiting),
+            "running": len(self._running),
+            "integrity": self._integrity() or "ok",
+        }
+
+    def _integrity(self) -> str:
+        try:
+            self.cache.check_integrity()
+        except AssertionError as error:
+            log.error("cache integrity: %s", error)
+            return str(error)
+        return ""
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._take_inbox()
+                if not self._closing and (self._waiting or self._running):
+                    self._step()
+            except Exception as error:
+                log.exception("engine step failed; the cache starts afresh")
+                self._start_afresh(f"internal error: {type(error).__name__}: {error}")
+
+    def _take_inbox(self) -> None:
+        idle = not self._waiting and not self._running
+        if idle and self._inbox.empty() and self._integrity():
+            self._start_afresh("the cache contradicted itself")
+        try:
+            while True:
+                self._inbox.get(block=idle)()
+                idle = False
+        except queue.Empty:
+            pass
+
+    def _start_afresh(self, message: str) -> None:
+        """Give up every running request and every cached row: after a fault nothing cached is trusted."""
+        self._counters["cache_resets"] += 1
+        running, self._running = self._running, []
+        self.cache = PICache(
+            self.cache.pool.capacity, extension=self._preset.extension, min_segment=self._preset.min_segment
+        )
+        self._blocked = False
+        for sequence in running:
+            if self._live.pop(sequence.request.key, None) is not None:
+                self._counters["failed"] += 1
+                sequence.emit("error", error=message)
+
+    def _step(self) -> None:
+        batch = self._schedule()
+        if not batch:
+            return
+        budget = self._max_batch_tokens - sum(not s.is_prefilling for s in batch)
+        pieces = []
+        for sequence in batch:
+            pieces.append(sequence.next_piece(max(1, budget)))
+            if sequence.is_prefilling:
+                budget -= len(pieces[-1].positions)
+        try:
+            logits = self.runner.forward(pieces, self.cache.pool.base)
+        except Exception as error:  # the batch is lost, the server is not
+            log.exception("forward pass failed")
+            for sequence in batch:
+                self._fail(sequence, f"forward pass failed: {type(error).__name__}: {error}")
+            return
+        self._counters["steps"] += 1
+        ready = []
+        for sequence, piece in zip(batch, pieces, strict=True):
+            prefilling = sequence.is_prefilling
+            self._advance(sequence, len(piece.positions))
+            if piece.wants_logits:
+                ready.append(sequence)
+            elif prefilling:
+                sequence.emit("progress", prefilled=sequence.cached.sequence.length)
+        if ready:
+            self._sample(ready, logits)
+
+    def _schedule(self) -> list[RunningSequence]:
+        """Decoding sequences first, then prefills in order of arrival while the token budget lasts."""
+        batch = [s for s in self._running if not s.is_prefilling]
+        budget = self._max_batch_tokens - len(batch)
+        for sequence in self._running:
+            if budget > 0 and sequence.is_prefilling:
+                batch.append(sequence)
+                budget -= len(sequence.cached.holes) - sequence.num_computed
+        while budget > 0 and self._waiting and len(self._running) < self._max_running and not self._blocked:
+            sequence = self._waiting[0]
+            if not self._admit(sequence):
+                continue
+            batch.append(sequence)
+            budget -= len(sequence.cached.holes)
+        return batch
+
+    def _admit(self, sequence: RunningSequence) -> bool:
+        """Move the head of the queue to the running ones; False if it ended or does not fit now."""
+        request = sequence.request
+        try:
+            admission = self.cache.admit(
+                sequence.token_ids,
+                sequence.chunk_ends,
+                sequence.fingerprints,
+                namespace=request.namespace,
+                session_id=request.session_id,
+                reuse=sequence.reuse,
+                max_new=request.sampling.max_tokens - 1,
+            )
+        except CapacityError as error:
+            self._fail(sequence, str(error))
+            return False
+        if admission is None:
+            self._blocked = True
+            return False
+        self._waiting.popleft()
+        self._running.append(sequence)
+        sequence.admit(admission)
+        return True
+
+    def _advance(self, sequence: RunningSequence, tokens: int) -> None:
+        cached, holes = sequence.cached.sequence, sequence.cached.holes
+        if not sequence.is_prefilling:
+            cached.length += 1
+            return
+        sequence.num_computed += tokens
+        done = sequence.num_computed == len(holes)
+        self.cache.advance(cached, len(sequence.token_ids) if done else int(holes[sequence.num_computed]))
+
+    def _sample(self, ready: list[RunningSequence], logits: torch.Tensor) -> None:
+        finite = torch.isfinite(logits).all(dim=1).tolist()
+        if not all(finite):
+            for sequence in [s for s, ok in zip(ready, finite, strict=True) if not ok]:
+                self._distrust(sequence)
+            ready = [s for s, ok in zip(ready, finite, strict=True) if ok]
+            logits = logits[torch.tensor(finite)]
+        log_probs = any(s.request.return_log_probs for s in ready)
+        tokens, scores = sample(logits, [s.sampler for s in ready], log_probs)
+        for i, (sequence, token) in enumerate(zip(ready, tokens, strict=True)):
+            sequence.note_first_token()
+            if token in sequence.request.end_ids:
+                self._finish(sequence, "stop")
+                continue
+            sequence.sampler.accept(token)
+            new = {"token_ids": (token,), "log_probs": scores[i : i + 1] if sequence.request.return_log_probs else ()}
+            if len(sequence.sampler.generated) >= sequence.request.sampling.max_tokens:
+                self._finish(sequence, "length", **new)
+            else:
+                sequence.emit("tokens", **new)
+
+    def _distrust(self, sequence: RunningSequence) -> None:
+        """Logits are not finite. If rows were reused, drop their donors and compute the whole prompt once more."""
+        segments = sequence.cached.segments
+        if not segments or sequence.sampler.generated:
+            self._fail(
+                sequence, "the model's logits are not finite (NaN or infinite); nothing was reused to blame for it"
+            )
+            return
+        log.error("non-finite logits after reuse: recomputing %d tokens", len(sequence.token_ids))
+        self._counters["distrusted"] += 1
+        for donor in {s.donor for s in segments}:
+            if not donor.running and self.cache.is_cached(donor):
+                self.cache.discard(donor)
+        self.cache.discard(sequence.cached.sequence)
+        self._running.remove(sequence)
+        self._blocked = False
+        sequence.admission, sequence.reuse = None, "off"
+        self._waiting.appendleft(sequence)
+
+    def _finish(self, sequence: RunningSequence, reason: FinishReason, **last: Any) -> None:
+        usage = sequence.usage()
+        if sequence.admission is not None:
+            cached = sequence.admission.sequence
+            n = len(sequence.token_ids)
+            written = sequence.chunk_ends <= cached.length
+            ends, prints = sequence.chunk_ends[written], sequence.fingerprints[written]
+            if cached.length > n:
+                answer = cached.token_ids[n : cached.length]
+                answer_ends = cut(answer, self._preset, None)
+                ends = np.concatenate((ends, n + answer_ends)).astype(np.int32)
+                prints = np.concatenate((prints, fingerprint(answer, answer_ends, cached.namespace)))
+            self.cache.retire(cached, ends, prints)
+            for source in ("exact", "shifted", "computed"):
+                self._counters[f"{source}_tokens"] += getattr(usage, f"{source}_tokens")
+        self._counters["generated_tokens"] += usage.completion_tokens
+        self._counters[f"finished_{reason}"] += 1
+        self._leave(sequence)
+        sequence.emit("finished", finish_reason=reason, usage=usage, **last)
+
+    def _fail(self, sequence: RunningSequence, message: str) -> None:
+        if sequence.admission is not None:
+            self.cache.discard(sequence.admission.sequence)
+        self._counters["failed"] += 1
+        self._leave(sequence)
+        sequence.emit("error", error=message)
+
+    def _leave(self, sequence: RunningSequence) -> None:
+        del self._live[sequence.request.key]
+        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        self._blocked = False
