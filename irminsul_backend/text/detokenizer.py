@@ -1,0 +1,110 @@
+"""Token ids to text as they come: whole characters only, and nothing of a stop word."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from irminsul_backend.text.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Turns one sequence's ids into text, in any number of pushes.
+
+    The pieces it returns, joined, do not depend on how the ids were split into pushes. They are the decoded text, up to
+    the first place where a stop word is complete, without that word. A character whose bytes are spread over several
+    tokens is returned once it is whole, and text that may be the beginning of a stop word once it cannot be any more.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_words: Iterable[str] = ()) -> None:
+        self._decoder = _decoder_for(tokenizer)
+        self._stop_words = [word for word in stop_words if word]
+        self._held = ""
+        """Decoded, not returned yet: the longest end of the text that is a beginning of a stop word."""
+        self.stopped = False
+        """Whether a stop word was met; all later pushes return nothing."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that the next ids add and that is certain."""
+        return self._release("".join([self._decoder.step(int(token)) for token in ids]))
+
+    def finish(self) -> str:
+        """What was held back; bytes that never became a character are U+FFFD. Nothing may be pushed afterwards."""
+        text = self._release(self._decoder.finish()) + self._held
+        self._held = ""
+        return text
+
+    def _release(self, new: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        found = [(at + len(word), at) for word in self._stop_words if (at := text.find(word)) >= 0]
+        if found:
+            # The word that is complete first; of two that end together, the longer.
+            self._held, self.stopped = "", True
+            return text[: min(found)[1]]
+        keep = max((_overlap(text, word) for word in self._stop_words), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, word: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `word`."""
+    for length in range(min(len(word) - 1, len(text)), 0, -1):
+        if text.endswith(word[:length]):
+            return length
+    return 0
+
+
+class _Decoder(Protocol):
+    def step(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class _ByteDecoder:
+    """Exact for byte-level tokenizers: the bytes of all tokens, decoded as one UTF-8 stream."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token: int) -> str:
+        return self._utf8.decode(self._tokenizer.token_bytes(token))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """For any other tokenizer: decodes a window of the last tokens and returns what a token adds to it.
+
+    The window starts at a place where the text was whole, so that marks of a word's beginning come out right.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._seen = 0
+        """Tokens at the window's beginning whose text has been returned."""
+
+    def step(self, token: int) -> str:
+        self._window.append(token)
+        new = self._new_text()
+        if not new or new.endswith("\ufffd"):
+            return ""
+        self._window = self._window[self._seen :]
+        self._seen = len(self._window)
+        return new
+
+    def finish(self) -> str:
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        returned = self._tokenizer.decode(self._window[: self._seen])
+        return self._tokenizer.decode(self._window)[len(returned) :]
+
+
+def _decoder_for(tokenizer: Tokenizer) -> _Decoder:
+    return _ByteDecoder(tokenizer) if tokenizer.is_byte_level else _WindowDecoder(tokenizer)

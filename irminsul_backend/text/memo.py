@@ -1,0 +1,48 @@
+"""A thread-safe, byte-bounded memory of tokenised text."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from threading import Lock
+
+import numpy as np
+
+_ENTRY_BYTES = 300
+"""Dictionary entry, linked list node and array header of one piece."""
+
+
+class SegmentMemo:
+    """Least-recently-used map from a piece of text to its token ids. All methods may be called from any thread.
+
+    The arrays are shared, not copied: treat them as read-only.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._ids: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._lock = Lock()
+        self.size_bytes = 0
+        """Memory of what is held now, at most `max_bytes`."""
+
+    def get(self, text: str) -> np.ndarray | None:
+        """The ids of `text`, int32 [n], or None if it is not held."""
+        with self._lock:
+            ids = self._ids.get(text)
+            if ids is not None:
+                self._ids.move_to_end(text)
+            return ids
+
+    def put(self, text: str, ids: np.ndarray) -> None:
+        """Hold the ids of `text`, forgetting the least recently used ones to stay within the bound."""
+        with self._lock:
+            if text in self._ids or self._cost(text, ids) > self._max_bytes:
+                return
+            self._ids[text] = ids
+            self.size_bytes += self._cost(text, ids)
+            while self.size_bytes > self._max_bytes:
+                self.size_bytes -= self._cost(*self._ids.popitem(last=False))
+
+    @staticmethod
+    def _cost(text: str, ids: np.ndarray) -> int:
+        return sys.getsizeof(text) + ids.nbytes + _ENTRY_BYTES

@@ -1,0 +1,93 @@
+"""Where a text may be cut so that its pieces tokenise alone as they do together: at added tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+_LOCAL_PRE_TOKENIZERS = {
+    *("ByteLevel", "Split", "Digits", "Whitespace", "WhitespaceSplit", "Punctuation"),
+    *("BertPreTokenizer", "UnicodeScripts", "CharDelimiterSplit"),
+}
+"""Those that treat a piece between added tokens as they treat it alone. Metaspace, which marks the text's very start,
+is not among them."""
+
+
+class AddedTokenSplitter:
+    """Splits texts at the added tokens of a tokenizer as the library itself does before anything else.
+
+    The library looks for tokens that are not normalised first, in the raw text, and then for the others in each
+    normalised piece. The second pass is repeated here only where normalising changes nothing. A tokenizer whose added
+    tokens reach beyond themselves (lstrip, rstrip, single_word), or whose pre-tokenizer looks beyond a piece, is not
+    split at all.
+    """
+
+    def __init__(self, definition: dict[str, Any]) -> None:
+        """`definition` is the object of tokenizer.json."""
+        added = [token for token in definition.get("added_tokens") or [] if token["content"]]
+        reaching = any(token[flag] for token in added for flag in ("lstrip", "rstrip", "single_word"))
+        passes: list[list[str]] = []
+        if not reaching and _is_local(definition.get("pre_tokenizer")):
+            passes.append([token["content"] for token in added if not token["normalized"]])
+            if _is_identity(definition.get("normalizer")):
+                passes.append([token["content"] for token in added if token["normalized"]])
+        self._passes = [_start_patterns(contents) for contents in passes]
+        self.tokens = frozenset(content for contents in passes for content in contents)
+        """The added tokens at which texts are split."""
+
+    def split(self, text: str) -> list[str]:
+        """The pieces of `text` in order, none empty; a piece that is in `tokens` is that token."""
+        pieces = [text] if text else []
+        for patterns in self._passes:
+            pieces = [
+                part for piece in pieces for part in ((piece,) if piece in self.tokens else _split_at(patterns, piece))
+            ]
+        return pieces
+
+
+def _split_at(patterns: list[re.Pattern[str]], text: str) -> list[str]:
+    """Split at the leftmost matches, of those the longest, without overlap."""
+    matches = sorted((m.start(), m.end(1)) for pattern in patterns for m in pattern.finditer(text))
+    pieces, done = [], 0
+    for start, end in matches:
+        if start >= done:
+            pieces += [text[done:start], text[start:end]]
+            done = end
+    return [piece for piece in (*pieces, text[done:]) if piece]
+
+
+def _start_patterns(contents: Iterable[str]) -> list[re.Pattern[str]]:
+    """A pattern for each first character, which finds every place where a token starts; group 1 ends with the token.
+
+    A pattern that begins with a literal is several times faster than one that begins with a choice.
+    """
+    by_first: dict[str, list[str]] = {}
+    for content in contents:
+        by_first.setdefault(content[0], []).append(content[1:])
+    return [re.compile(f"{re.escape(first)}(?=({_longest_of(rests)}))") for first, rests in by_first.items()]
+
+
+def _longest_of(words: list[str]) -> str:
+    """A pattern that matches the longest of `words`, without trying them one by one."""
+    by_first: dict[str, list[str]] = {}
+    for word in words:
+        if word:
+            by_first.setdefault(word[0], []).append(word[1:])
+    body = "|".join(re.escape(first) + _longest_of(rests) for first, rests in by_first.items())
+    may_end = bool(body) and "" in words
+    return f"(?:{body}){'?' * may_end}" if may_end or len(by_first) > 1 else body
+
+
+def _is_identity(normalizer: dict[str, Any] | None) -> bool:
+    return normalizer is None or (
+        normalizer["type"] == "Sequence" and all(_is_identity(part) for part in normalizer["normalizers"])
+    )
+
+
+def _is_local(pre_tokenizer: dict[str, Any] | None) -> bool:
+    if pre_tokenizer is None:
+        return True
+    if pre_tokenizer["type"] == "Sequence":
+        return all(_is_local(part) for part in pre_tokenizer["pretokenizers"])
+    return pre_tokenizer["type"] in _LOCAL_PRE_TOKENIZERS
