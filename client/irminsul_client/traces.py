@@ -53,12 +53,47 @@ def read_trace(path: str | Path) -> Iterator[TraceSession]:
 
 def _open_text(path: Path) -> TextIO:
     if path.name.endswith(".zst"):
-        raw = path.open("rb")
-        reader = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).stream_reader(raw, closefd=True)
-        return io.TextIOWrapper(reader, encoding="utf-8", newline="\n")
+        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding="utf-8", newline="\n")
     if path.name.endswith(".gz"):
         return gzip.open(path, "rt", encoding="utf-8", newline="\n")
     return path.open(encoding="utf-8", newline="\n")
+
+
+class _ZstdFile(io.RawIOBase):
+    """The decompressed bytes of a file. Unlike zstandard's own reader it raises EOFError for one that was cut short."""
+
+    def __init__(self, path: Path) -> None:
+        self._raw = path.open("rb")
+        self._frame = self._new_frame()
+        self._ready = b""
+
+    @staticmethod
+    def _new_frame() -> zstandard.ZstdDecompressionObj:
+        return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._raw.read(1 << 16)
+            if not data:
+                if not self._frame.eof:
+                    raise EOFError("the file ends too early")
+                return 0
+            while data:
+                if self._frame.eof:
+                    self._frame = self._new_frame()
+                self._ready += self._frame.decompress(data)
+                data = self._frame.unused_data
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def parse_session(line: str, where: str) -> TraceSession:
