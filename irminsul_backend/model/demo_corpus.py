@@ -18,20 +18,28 @@ from typing import Any
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "ensurepip"}
 MAX_FILE_BYTES = 300_000
 
-VERBS = "get set list find search create update delete cancel book send open close read write run check change".split()
-NOUNS = """user order flight reservation product item payment account address file folder document page message ticket
+
+def _split(text: str, separator: str | None = None) -> list[str]:
+    return text.split(separator)
+
+
+VERBS = _split("get set list find search create update delete cancel book send open close read write run check change")
+NOUNS = _split("""user order flight reservation product item payment account address file folder document page message ticket
 invoice customer booking hotel room issue branch commit repository test result query table column record report task
 event calendar contact profile passenger baggage insurance certificate membership price refund policy agent tool
-session server request response error""".split()
-ADJECTIVES = """available current new old first last next previous valid invalid open closed pending completed delayed
+session server request response error""")
+ADJECTIVES = _split("""available current new old first last next previous valid invalid open closed pending completed delayed
 cancelled confirmed unknown free regular silver gold economy business basic total remaining internal public private
-required optional default maximum minimum""".split()
-FIELDS = """id name email status type date time origin destination amount quantity price description title content path
-line number code source target total limit offset query reason city country zip phone gender created updated""".split()
-NAMES = "Anna Omar Mei Lucas Sofia Ivan Noah Emma Raj Chloe Ethan Mia Liam Yusuf Olivia Isabella James Aarav".split()
-SURNAMES = "Silva Khan Smith Garcia Johnson Lee Kim Patel Rossi Muller Brown Davis Wilson Martin Lopez Jackson".split()
-CITIES = "New York|London|Paris|Tokyo|Chicago|Boston|Seattle|Denver|Dallas|Houston|Miami|Berlin|Madrid|Rome".split("|")
-SENTENCES = """You should not {verb} the {noun} unless the user has confirmed the {noun2} first.
+required optional default maximum minimum""")
+FIELDS = _split("""id name email status type date time origin destination amount quantity price description title content path
+line number code source target total limit offset query reason city country zip phone gender created updated""")
+NAMES = _split("Anna Omar Mei Lucas Sofia Ivan Noah Emma Raj Chloe Ethan Mia Liam Yusuf Olivia Isabella James Aarav")
+SURNAMES = _split("Silva Khan Smith Garcia Johnson Lee Kim Patel Rossi Muller Brown Davis Wilson Martin Lopez Jackson")
+CITIES = _split(
+    "New York|London|Paris|Tokyo|Chicago|Boston|Seattle|Denver|Dallas|Houston|Miami|Berlin|Madrid|Rome", "|"
+)
+SENTENCES = _split(
+    """You should not {verb} the {noun} unless the user has confirmed the {noun2} first.
 If the {noun} is {adj}, you must {verb} the {noun2} before you {verb2} anything else.
 Each {noun} has a {field}, a {field2} and a {adj} {noun2}.
 I'm sorry, but I can't {verb} the {adj} {noun}. Would you like me to {verb2} the {noun2} instead?
@@ -45,8 +53,8 @@ Let me {verb} the {noun} to see what is there. It looks like the {noun2} is stil
 According to the {noun}, {name} {surname} was born in {city} and later moved to {city2}, where the {noun2} was founded.
 To {verb} a {noun}, first {verb2} the {noun2}, then check that the {field} is not {adj}.
 Returns the {field} of the {adj} {noun}, or an error if the {noun2} does not exist.
-There are {number} {adj} {noun}s, which cost ${number2} each, and {number} {noun2}s that have already been {adj2}.""".split(
-    "\n"
+There are {number} {adj} {noun}s, which cost ${number2} each, and {number} {noun2}s that are already {adj2}.""",
+    "\n",
 )
 
 
@@ -138,7 +146,7 @@ class AgentText:
             lambda: r.randint(0, 10 ** r.randint(1, 6)),
             lambda: round(r.random() * 1000, r.randint(1, 3)),
             lambda: f"20{r.randint(20, 29)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}",
-            lambda: f"20{r.randint(20, 29)}-0{r.randint(1, 9)}-{r.randint(10, 28)}T{r.randint(0, 23):02}:{r.randint(0, 59):02}:00",
+            lambda: f"2024-0{r.randint(1, 9)}-{r.randint(10, 28)}T{r.randint(0, 23):02}:{r.randint(0, 59):02}:00",
             lambda: f"{r.choice(NAMES).lower()}_{r.choice(SURNAMES).lower()}_{r.randint(1000, 9999)}",
             lambda: f"{r.choice(NAMES).lower()}.{r.choice(SURNAMES).lower()}{r.randint(1, 99)}@example.com",
             lambda: r.choice(CITIES),

@@ -4,10 +4,10 @@ DeepSeek-V2 architecture in miniature with rows of real size (512 + 64), mixture
 weights: its text is nonsense. It exists so that everything runs at once on a laptop. The weights are scaled so that it
 behaves like a model where a cache can tell the difference:
 
-- attention scores have a standard deviation of about 2.5, so far tokens with a matching key weigh in;
-- blocks add to the residual stream in moderation, so rows above layer 0 depend on their context, but mostly on their
-  own token;
-- the last layer's attention is as strong as the residual stream, so the next token depends on far context;
+- attention scores have a standard deviation of about 2, so far tokens with a matching key weigh in;
+- lower blocks add little to the residual stream, so rows above layer 0 depend on their context, but mostly on their own
+  token (c_KV moves by 5 to 8 % when a quarter of the context is replaced by random tokens);
+- the last layer's attention is strong, so the next token depends on far context (half of them change in that case);
 - head rows of special tokens and of single bytes beyond ASCII are zero, so greedy text is printable and never ends.
 """
 
@@ -64,13 +64,13 @@ CONFIG: dict[str, Any] = {
 }
 GAINS = {
     "embed_tokens": 1.0,
-    "q_proj": 2.5,
-    "o_proj": 1.0,
-    "down_proj": 0.7,
+    "q_proj": 2.0,
+    "o_proj": 0.3,
+    "down_proj": 0.4,
     "lm_head": 2.5,
 }
 """Standard deviation of each matrix's output for unit input; 1 where not named. Embedding: of its entries."""
-LAST_ATTENTION_GAIN = 6.0
+LAST_ATTENTION_GAIN = 2.0
 """o_proj of the last layer: an average over many values is small, and this makes up for it."""
 
 
@@ -105,7 +105,7 @@ def make_demo(folder: Path, seed: int = SEED, tokenizer: Tokenizer | None = None
     """Write a whole model folder; with `tokenizer` given, that one is used instead of training a new one."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
-        print("training the tokenizer (about two minutes)")
+        print("training the tokenizer (about half a minute)")
         tokenizer = train_tokenizer(seed)
     ids = {"bos_token_id": tokenizer.token_to_id(BEGIN), "eos_token_id": tokenizer.token_to_id(END)}
     config = CONFIG | ids
@@ -115,6 +115,7 @@ def make_demo(folder: Path, seed: int = SEED, tokenizer: Tokenizer | None = None
     print("drawing the weights")
     weights = random_weights(ModelConfig.from_dict(config), silent_ids(tokenizer), seed)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{folder}: {sum(w.numel() for w in weights.values()):,} weights, {size / 1e6:.1f} MB in all")
 
