@@ -130,26 +130,28 @@ class Session:
         self.close()
 
     def _run(self, fields: dict[str, Any], end: bool, timeout: float | None) -> Iterator[Chunk]:
-        """One request, sent a second time with the other START flag if the server's view of the session differs.
+        """One request, sent again with the other START flag if the server's view of the session differs.
 
-        A refusal for that reason comes before any chunk, so nothing is ever yielded twice.
+        A refusal for that reason comes before any chunk, so nothing is ever yielded twice. Two refusals in a row
+        happen when START and END together met an open session: the refused request has ended it.
         """
         start = not self._open
         self._open = not end
-        try:
+        for refusals_left in (2, 1, 0):
             try:
                 yield from self._attempt(fields, start, end, timeout)
+                return
             except SessionExpired:
-                if start:
+                if start or not refusals_left:
                     raise
-                yield from self._attempt(fields, True, end, timeout)
+                start = True
             except SessionAlreadyOpen:
-                if not start:
+                if not start or not refusals_left:
                     raise
-                yield from self._attempt(fields, False, end, timeout)
-        except ServerUnavailable:
-            self._open = False
-            raise
+                start = False
+            except ServerUnavailable:
+                self._open = False
+                raise
 
     def _attempt(self, fields: dict[str, Any], start: bool, end: bool, timeout: float | None) -> Iterator[Chunk]:
         request = Request(fields, self.id, start, end, id=str(uuid.uuid4()))
