@@ -43,15 +43,14 @@ class Tokenizer:
         self._library.no_truncation()
         self._library.no_padding()
         self._memo = SegmentMemo(memo_bytes)
-        self._vocab = self._library.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(self._vocab.values(), default=-1) + 1
+        self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """The highest id plus one."""
         added = self._library.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._token_bytes: dict[int, bytes] = {}
         parsed = json.loads(definition)
         self._splitter = AddedTokenSplitter(parsed)
-        self._singles = {text: np.array([self._vocab[text]], np.int32) for text in self._splitter.tokens}
+        self._singles = {text: np.array([self.token_id(text)], np.int32) for text in self._splitter.tokens}
         self.is_byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         """Whether a token is a string of bytes, whatever stands beside it."""
         self._is_edge = np.zeros(self.vocab_size + 1, dtype=bool)
@@ -118,7 +117,7 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is written `text`, or None."""
-        return self._vocab.get(text)
+        return self._library.token_to_id(text)
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written `text`, or None; such a token never shows in decoded text."""

@@ -1,0 +1,144 @@
+"""The chunker's open sessions: who may continue, and what each one's last prompt was."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from irminsul_backend.errors import SessionError
+from irminsul_backend.protocol import MAX_SESSION_ID_BYTES
+
+
+class CutPrompt(NamedTuple):
+    """A prompt and where it was cut; what the next turn's cutting starts from."""
+
+    ids: np.ndarray
+    """int32 [n]."""
+    edges: np.ndarray
+    """int32 [k]."""
+    ends: np.ndarray
+    """int32 [m]."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + self.edges.nbytes + self.ends.nbytes
+
+
+@dataclass
+class _Session:
+    last_used: float
+    prompt: CutPrompt | None = None
+
+
+class SessionTable:
+    """Sessions by id, least recently used first. All methods may be called from any thread.
+
+    Triton never tells a model that a sequence went idle, so the table forgets by itself: a session after `ttl_s`
+    seconds without a request; the one idle for longest when there are more than `max_sessions`; and the last prompts
+    (not the sessions) of those idle for longest when all prompts together are over `max_prompt_bytes`.
+    """
+
+    def __init__(
+        self,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        max_sessions: int = 100_000,
+        max_prompt_bytes: int = 1 << 28,
+    ) -> None:
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._max_sessions = max_sessions
+        self._max_prompt_bytes = max_prompt_bytes
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._prompts: OrderedDict[str, int] = OrderedDict()
+        """Bytes of each remembered prompt, least recently remembered first."""
+        self._lock = Lock()
+        self.prompt_bytes = 0
+        """Memory of all remembered prompts."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def enter(self, session_id: str, start: bool, end: bool) -> CutPrompt | None:
+        """Admit a request to its session and apply its flags, before anything else about it is looked at.
+
+        START opens the session, so that a bad first request does not lose it; END closes it, whatever becomes of the
+        request. Returns the session's last prompt, if it is remembered.
+
+        Raises:
+            SessionError: the id is empty or too long; START on an open session; no START on one that is not open.
+        """
+        check_session_id(session_id)
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            session = self._sessions.get(session_id)
+            try:
+                if session is None and not start:
+                    raise SessionError(
+                        f"session {session_id!r} is unknown or expired (idle limit {self._ttl_s:g} s); "
+                        "send the request again with the START flag"
+                    )
+                if session is not None and start:
+                    raise SessionError(
+                        f"session {session_id!r} is already open (last used {now - session.last_used:.1f} s ago, "
+                        f"idle limit {self._ttl_s:g} s); send the request without the START flag, "
+                        "or end the session first"
+                    )
+                if session is None:
+                    session = self._sessions[session_id] = _Session(now)
+                session.last_used = now
+                self._sessions.move_to_end(session_id)
+                while len(self._sessions) > self._max_sessions:
+                    self._close(next(iter(self._sessions)))
+                return session.prompt
+            finally:
+                if end:
+                    self._close(session_id)
+
+    def remember(self, session_id: str, prompt: CutPrompt) -> None:
+        """Keep `prompt` as the session's last one; does nothing if the session has been closed."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is None or prompt.nbytes > self._max_prompt_bytes:
+                return
+            self._forget_prompt(session_id)
+            session.prompt = prompt
+            self._prompts[session_id] = prompt.nbytes
+            self.prompt_bytes += prompt.nbytes
+            while self.prompt_bytes > self._max_prompt_bytes:
+                self._forget_prompt(next(iter(self._prompts)))
+
+    def _expire(self, now: float) -> None:
+        while self._sessions:
+            oldest = next(iter(self._sessions))
+            if now - self._sessions[oldest].last_used <= self._ttl_s:
+                return
+            self._close(oldest)
+
+    def _close(self, session_id: str) -> None:
+        self._forget_prompt(session_id)
+        self._sessions.pop(session_id, None)
+
+    def _forget_prompt(self, session_id: str) -> None:
+        self.prompt_bytes -= self._prompts.pop(session_id, 0)
+        if session_id in self._sessions:
+            self._sessions[session_id].prompt = None
+
+
+def check_session_id(session_id: str) -> None:
+    """Raise SessionError if the id is empty or longer than MAX_SESSION_ID_BYTES in UTF-8."""
+    size = len(session_id.encode("utf-8", "surrogatepass"))
+    if not size:
+        raise SessionError("the session id is empty; send a non-empty sequence id (a number other than 0, or text)")
+    if size > MAX_SESSION_ID_BYTES:
+        raise SessionError(
+            f"the session id is {size} bytes long, at most {MAX_SESSION_ID_BYTES} are allowed; "
+            f"it begins with {session_id[:32]!r}"
+        )
