@@ -1,0 +1,233 @@
+"""The three steps of the ensemble as they run inside the Python backend's stub processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from irminsul_backend.config import ServerConfig
+from irminsul_backend.errors import InvalidRequestError, IrminsulError
+from irminsul_backend.protocol import Event, GenerationRequest
+from irminsul_backend.triton_io.events import pack_event, unpack_event
+from irminsul_backend.triton_io.tensors import (
+    CONTROL_INPUT,
+    EVENT_TENSORS,
+    PLAN_TENSORS,
+    REQUEST_INPUTS,
+    RESPONSE_OUTPUTS,
+    TensorSpec,
+    read_fields,
+    to_array,
+)
+from irminsul_backend.triton_io.transcript import TranscriptTable
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+START, END = 1, 2
+"""Sequence flags of a Triton request."""
+
+logger = logging.getLogger(__name__)
+
+
+def set_up_logging(config: ServerConfig) -> None:
+    """Send this process's log to stderr, which the server's log collects."""
+    logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
+
+
+def respond(specs: Iterable[TensorSpec], values: dict[str, Any]) -> Any:
+    """An InferenceResponse with the given outputs."""
+    return pb_utils.InferenceResponse([pb_utils.Tensor(s.name, to_array(s, values[s.name])) for s in specs])
+
+
+def refuse(error: Exception) -> Any:
+    """An InferenceResponse that fails this request alone; an error of ours is logged with its place."""
+    if isinstance(error, IrminsulError):
+        message = str(error)
+    else:
+        message = f"{type(error).__name__}: {error}"
+        logger.error("request failed: %s", message, exc_info=error)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
+
+
+class ChunkerModel:
+    """Request -> token ids, chunk ends, fingerprints and the packed GenerationRequest. Holds the sessions."""
+
+    def __init__(self, preparer: Any) -> None:
+        self._preparer = preparer
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._one(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Nothing to give back."""
+
+    def _one(self, request: Any) -> Any:
+        session_id, flags = str(request.correlation_id()), request.flags()
+        start, end = bool(flags & START), bool(flags & END)
+        try:
+            try:
+                fields = read_fields(request, REQUEST_INPUTS)
+            except InvalidRequestError:
+                self._preparer.sessions.enter(session_id, start, end)  # its flags count, as those of any bad request
+                raise
+            prepared = self._preparer.prepare(fields, session_id, start, end)
+        except Exception as error:
+            return refuse(error)
+        values = {
+            "token_ids": prepared.token_ids,
+            "chunk_ends": prepared.chunk_ends,
+            "fingerprints": prepared.fingerprints,
+            "request": prepared.request.pack(),
+        }
+        return respond(PLAN_TENSORS, values)
+
+
+class EngineModel:
+    """Hands requests to the engine and its events to Triton. `execute` never waits; a thread of its own sends."""
+
+    def __init__(self, engine: Any, on_finished: Callable[[Event], None]) -> None:
+        self._engine = engine
+        self._on_finished = on_finished
+        self._outbox: queue.SimpleQueue[tuple[Any, Event] | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name="irminsul-sender", daemon=True)
+        self._sender.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._submit(request, sender)
+            except Exception as error:
+                sender.send(refuse(error), flags=FINAL)
+
+    def finalize(self) -> None:
+        self._engine.close()
+        self._outbox.put(None)
+        self._sender.join(timeout=2)
+
+    def _submit(self, request: Any, sender: Any) -> None:
+        fields = read_fields(request, (*PLAN_TENSORS, CONTROL_INPUT))
+        if "control" in fields:
+            self._control(fields["control"], sender)
+            return
+        missing = [spec.name for spec in PLAN_TENSORS if spec.name not in fields]
+        if missing:
+            raise InvalidRequestError(f"{', '.join(missing)} missing; requests belong to the model 'irminsul'")
+        self._engine.submit(
+            GenerationRequest.unpack(fields["request"]),
+            fields["token_ids"],
+            fields["chunk_ends"],
+            fields["fingerprints"],
+            partial(self._on_event, sender),
+        )
+
+    def _control(self, data: bytes, sender: Any) -> None:
+        command = json.loads(data)
+        if "stop" in command:
+            _answer(sender, {"stopped": self._engine.stop(str(command["stop"]))})
+        elif command.get("status"):
+            # It is taken between two steps, which may be seconds away; new requests must not wait for it.
+            threading.Thread(target=lambda: _answer(sender, self._engine.status()), daemon=True).start()
+        else:
+            raise InvalidRequestError(f'control is {data.decode()}; it must be {{"stop": key}} or {{"status": true}}')
+
+    def _on_event(self, sender: Any, event: Event) -> None:
+        self._outbox.put((sender, event))
+
+    def _send_all(self) -> None:
+        while (item := self._outbox.get()) is not None:
+            sender, event = item
+            final = event.kind in ("finished", "error")
+            values = {"output_ids": event.token_ids, "output_log_probs": event.log_probs, "event": pack_event(event)}
+            try:
+                sender.send(
+                    respond(EVENT_TENSORS, values),
+                    flags=FINAL if final else 0,
+                )
+                if final:
+                    self._on_finished(event)
+            except Exception:
+                logger.exception("an event was not sent")
+
+
+def _answer(sender: Any, answer: dict[str, Any]) -> None:
+    values = {"output_ids": (), "output_log_probs": (), "event": json.dumps(answer)}
+    sender.send(respond(EVENT_TENSORS, values), flags=FINAL)
+
+
+class DetokenizerModel:
+    """Token ids -> text. Sees cancelled clients and completed stop words first, and tells the engine."""
+
+    def __init__(self, table: TranscriptTable) -> None:
+        self._table = table
+        self._stopper = Stopper()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                response = self._one(request, sender)
+            except Exception as error:
+                response = refuse(error)
+            if response is None:
+                sender.send(flags=FINAL)
+            else:
+                sender.send(response, flags=FINAL)
+
+    def finalize(self) -> None:
+        self._stopper.close()
+
+    def _one(self, request: Any, sender: Any) -> Any:
+        fields = read_fields(request, EVENT_TENSORS)
+        event = unpack_event(fields["event"], fields["output_ids"], fields["output_log_probs"])
+        try:
+            reply, stop = self._table.feed(event, cancelled=sender.is_cancelled())
+        except Exception:
+            self._stopper.stop(event.key)
+            raise
+        if stop:
+            self._stopper.stop(event.key)
+        return None if reply is None else respond(RESPONSE_OUTPUTS, asdict(reply))
+
+
+class Stopper:
+    """Tells the engine to stop requests, from a thread of its own because a model may not wait inside `execute`."""
+
+    def __init__(self) -> None:
+        self._keys: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="irminsul-stopper", daemon=True)
+        self._thread.start()
+
+    def stop(self, key: str) -> None:
+        """Ask the engine to stop request `key`; one that it does not know any more is no error."""
+        self._keys.put(key)
+
+    def close(self) -> None:
+        self._keys.put(None)
+        self._thread.join(timeout=2)
+
+    def _run(self) -> None:
+        while (key := self._keys.get()) is not None:
+            try:
+                for response in control({"stop": key}):
+                    if response.has_error():
+                        logger.error("stop was refused: %s", response.error().message())
+            except Exception:
+                logger.exception("stop was not sent")
+
+
+def control(command: dict[str, Any]) -> Any:
+    """Send a control request to the engine by BLS; yields its responses."""
+    request = pb_utils.InferenceRequest(
+        model_name="irminsul_engine",
+        requested_output_names=["event"],
+        inputs=[pb_utils.Tensor(CONTROL_INPUT.name, to_array(CONTROL_INPUT, json.dumps(command)))],
+    )
+    return (response for response in request.exec(decoupled=True))

@@ -1,0 +1,142 @@
+"""What the detokenizer does, without Triton: the events of one request become the replies its client sees."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from irminsul_backend.errors import IrminsulError
+from irminsul_backend.protocol import Event, GenerationRequest
+
+MAX_OPEN = 16384
+"""Transcripts kept at once. Only requests of an engine that died are never finished; the oldest make room."""
+
+
+class Detokenizer(Protocol):
+    """What is needed of `irminsul_backend.text.IncrementalDetokenizer`."""
+
+    stopped: bool
+
+    def push(self, ids: Any) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass
+class Reply:
+    """One response of the ensemble; the fields are its output tensors."""
+
+    text_output: str = ""
+    finish_reason: str = ""
+    index: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    output_log_probs: list[float] = field(default_factory=list)
+    num_input_tokens: int = 0
+    """With num_output_tokens a delta: the sum over all replies of a request is the total."""
+    num_output_tokens: int = 0
+    usage: str = ""
+
+    def add(self, other: Reply) -> None:
+        """Append what `other` says to this reply."""
+        self.text_output += other.text_output
+        self.finish_reason = other.finish_reason or self.finish_reason
+        self.output_ids += other.output_ids
+        self.output_log_probs += other.output_log_probs
+        self.num_input_tokens += other.num_input_tokens
+        self.num_output_tokens += other.num_output_tokens
+        self.usage = other.usage or self.usage
+
+
+class Transcript:
+    """The text of one request. Its events come in order: one thread sends them, one step receives them."""
+
+    def __init__(self, request: GenerationRequest, detokenizer: Detokenizer) -> None:
+        self.request = request
+        self.next_event = 0
+        self.stop_sent = False
+        self._detokenizer = detokenizer
+        self._replies = 0
+        self._whole = Reply(text_output=request.echo)
+        """Without streaming: all that was said so far."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop word is complete; what the engine still generates is not the client's."""
+        return self._detokenizer.stopped
+
+    def feed(self, event: Event) -> Reply | None:
+        """The reply to send now, or None to stay silent."""
+        self.next_event = event.index + 1
+        reply = self._one(event)
+        if self.request.stream:
+            if reply is not None and self._replies == 0:
+                reply.text_output = self.request.echo + reply.text_output
+        else:
+            if reply is not None:
+                self._whole.add(reply)
+            reply = self._whole if event.kind == "finished" else None
+        if reply is not None:
+            reply.index = self._replies
+            self._replies += 1
+        return reply
+
+    def _one(self, event: Event) -> Reply | None:
+        reply = Reply()
+        text = self._detokenizer
+        if text.stopped and event.kind != "finished":
+            return None
+        if len(event.token_ids) and not text.stopped:
+            reply.text_output = text.push(event.token_ids)
+            reply.output_ids = [int(i) for i in event.token_ids]
+            reply.output_log_probs = [float(p) for p in event.log_probs]
+            reply.num_output_tokens = len(reply.output_ids)
+        if event.kind == "finished":
+            if not text.stopped:
+                reply.text_output += text.finish()
+            reply.finish_reason = "stop" if text.stopped else event.finish_reason
+            if event.usage is not None:
+                reply.num_input_tokens = event.usage.prompt_tokens
+                reply.usage = json.dumps(event.usage.as_dict(), separators=(",", ":"))
+        return reply
+
+
+class TranscriptTable:
+    """The transcripts of all requests under way, by request key."""
+
+    def __init__(self, detokenizer: Callable[[GenerationRequest], Detokenizer], max_open: int = MAX_OPEN) -> None:
+        self._detokenizer = detokenizer
+        self._max_open = max_open
+        self._open: OrderedDict[str, Transcript] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def feed(self, event: Event, cancelled: bool = False) -> tuple[Reply | None, bool]:
+        """(reply or None to stay silent, whether to tell the engine to stop this request).
+
+        Raises IrminsulError with the text of an `error` event, or if events were lost.
+        """
+        if event.kind in ("finished", "error"):
+            transcript = self._open.pop(event.key, None)
+        else:
+            transcript = self._open.get(event.key)
+        if event.kind == "error":
+            raise IrminsulError(event.error)
+        if transcript is None and event.request is not None:
+            transcript = self._add(event.key, event.request)
+        if transcript is None or transcript.next_event != event.index:
+            self._open.pop(event.key, None)
+            raise IrminsulError(f"events of request {event.key!r} were lost before number {event.index}; send it again")
+        reply = transcript.feed(event)
+        stop = event.kind != "finished" and not transcript.stop_sent and (cancelled or transcript.stopped)
+        transcript.stop_sent |= stop
+        return reply, stop
+
+    def _add(self, key: str, request: GenerationRequest) -> Transcript:
+        transcript = self._open[key] = Transcript(request, self._detokenizer(request))
+        if len(self._open) > self._max_open:
+            self._open.popitem(last=False)
+        return transcript

@@ -1,0 +1,18 @@
+"""Token ids and chunks -> events: owns the KV rows, prefills and decodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from irminsul_backend.triton_io import serving
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        self.model = serving.make_engine()
+
+    def execute(self, requests: list[Any]) -> Any:
+        return self.model.execute(requests)
+
+    def finalize(self) -> None:
+        self.model.finalize()
