@@ -24,14 +24,17 @@ def _split(text: str, separator: str | None = None) -> list[str]:
 
 
 VERBS = _split("get set list find search create update delete cancel book send open close read write run check change")
-NOUNS = _split("""user order flight reservation product item payment account address file folder document page message ticket
+NOUNS = _split("""
+user order flight reservation product item payment account address file folder document page message ticket
 invoice customer booking hotel room issue branch commit repository test result query table column record report task
 event calendar contact profile passenger baggage insurance certificate membership price refund policy agent tool
 session server request response error""")
-ADJECTIVES = _split("""available current new old first last next previous valid invalid open closed pending completed delayed
+ADJECTIVES = _split("""
+available current new old first last next previous valid invalid open closed pending completed delayed
 cancelled confirmed unknown free regular silver gold economy business basic total remaining internal public private
 required optional default maximum minimum""")
-FIELDS = _split("""id name email status type date time origin destination amount quantity price description title content path
+FIELDS = _split("""
+id name email status type date time origin destination amount quantity price description title content path
 line number code source target total limit offset query reason city country zip phone gender created updated""")
 NAMES = _split("Anna Omar Mei Lucas Sofia Ivan Noah Emma Raj Chloe Ethan Mia Liam Yusuf Olivia Isabella James Aarav")
 SURNAMES = _split("Silva Khan Smith Garcia Johnson Lee Kim Patel Rossi Muller Brown Davis Wilson Martin Lopez Jackson")

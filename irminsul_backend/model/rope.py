@@ -59,7 +59,8 @@ def rope_from_config(raw: Mapping[str, Any], dim: int) -> Rope:
     if not isinstance(scaling, Mapping):
         raise UnsupportedModelError(f"config.json: {name} is {scaling!r}; it must be an object or null")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = _number(scaling, name, "rope_theta", raw.get("rope_theta", DEFAULT_THETA))
+    nested = scaling.get("rope_theta") is not None
+    theta = _number(scaling if nested else raw, f"{name}." if nested else "", "rope_theta", DEFAULT_THETA, over=1)
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     plain = theta**-exponents
     if kind in ("default", None):
@@ -68,32 +69,34 @@ def rope_from_config(raw: Mapping[str, Any], dim: int) -> Rope:
         raise UnsupportedModelError(f"config.json: {name}.type is {kind!r}; only 'yarn' and 'default' are understood")
     if unknown := sorted(set(scaling) - YARN_FIELDS):
         raise UnsupportedModelError(f"config.json: {name}.{unknown[0]} is {scaling[unknown[0]]!r}; not understood")
-    factor = _number(scaling, name, "factor")
-    trained = _number(scaling, name, "original_max_position_embeddings")
+
+    def number(key: str, default: float | None = None, over: float | None = None) -> float:
+        return _number(scaling, f"{name}.", key, default, over)
+
+    factor, trained = number("factor", over=0), number("original_max_position_embeddings", over=0)
     low, high = (
         dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-        for rotations in (_number(scaling, name, "beta_fast", 32), _number(scaling, name, "beta_slow", 1))
+        for rotations in (number("beta_fast", 32, over=0), number("beta_slow", 1, over=0))
     )
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)).clamp(0, 1)
-    all_dim = _number(scaling, name, "mscale_all_dim", 0)
-    attention_factor = _mscale(factor, _number(scaling, name, "mscale", 1)) / _mscale(factor, all_dim)
-    return Rope(
-        plain * (1 - ramp) + plain / factor * ramp,
-        _number(scaling, name, "attention_factor", attention_factor),
-        _mscale(factor, all_dim) ** 2,
-    )
+    all_dim = _mscale(factor, number("mscale_all_dim", 0))
+    attention_factor = number("attention_factor", _mscale(factor, number("mscale", 1)) / all_dim, over=0)
+    return Rope(plain * (1 - ramp) + plain / factor * ramp, attention_factor, all_dim**2)
 
 
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _number(scaling: Mapping[str, Any], name: str, key: str, default: float | None = None) -> float:
-    value = scaling.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise UnsupportedModelError(f"config.json: {name}.{key} is {value!r}; it must be a number, at least 0")
+def _number(
+    values: Mapping[str, Any], where: str, key: str, default: float | None = None, over: float | None = None
+) -> float:
+    value: Any = default if values.get(key) is None else values[key]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or (value < 0 if over is None else value <= over):
+        limit = "at least 0" if over is None else f"over {over}"
+        raise UnsupportedModelError(f"config.json: {where}{key} is {value!r}; it must be a number {limit}")
     return float(value)
