@@ -70,8 +70,8 @@ class PromptPreparer:
         """Check one request and prepare its prompt.
 
         Args:
-            fields: the ensemble's inputs by name, those that were sent: text as bytes or str, list of texts, int, float, bool,
-                and int32 [n] for input_ids.
+            fields: the ensemble's inputs by name, those that were sent: text as bytes or str, lists of it, int, float,
+                bool, and int32 [n] for input_ids.
             session_id: the correlation id, as text.
             start, end: the request's sequence flags; they take effect even if the request is refused afterwards.
 
