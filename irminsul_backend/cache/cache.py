@@ -211,9 +211,9 @@ class PICache:
             wrong = (s.generation[: s.length] == 0) & (~computed_here | (self.pool.generation[s.slots[: s.length]] > 0))
             assert not wrong.any(), "a row that is not exact here has generation 0"
         alive = set(live)
-        for namespace, _, place in self.registry.entries():
-            assert place.donor in alive, "the registry names a sequence that is gone"
-            assert place.donor.namespace == namespace, "a row crossed a namespace"
-            assert place.offset < place.donor.length, "the registry names rows that are not written"
+        for namespace, donor, position in self.registry.entries():
+            assert donor in alive, "the registry names a sequence that is gone"
+            assert donor.namespace == namespace, "a row crossed a namespace"
+            assert position < donor.length, "the registry names rows that are not written"
         for (namespace, _), sequence in self._last_of_session.items():
             assert sequence in alive and sequence.namespace == namespace, "a session remembers a sequence that is gone"

@@ -56,9 +56,9 @@ def plan(
         return []
     last = len(token_ids) - 1
     segments: list[Segment] = []
-    prefix, donor = _longest_prefix(
-        token_ids[:last], [*also_try, *registry.find_prefixes(namespace, token_ids, fingerprints)], reuse == "exact"
-    )
+    known = registry.find_prefix(namespace, token_ids)
+    donors = [*also_try, *([known] if known else [])]
+    prefix, donor = _longest_prefix(token_ids[:last], donors, reuse == "exact")
     if donor is not None:
         segments.append(Segment(0, prefix, donor, 0, True))
     if reuse == "exact":
@@ -69,12 +69,15 @@ def plan(
     ends = chunk_ends.tolist()
     at = int(np.searchsorted(chunk_ends, cursor, side="right"))
     while at < len(ends):
-        start, end = max(cursor, ends[at - 1] if at else 0), min(ends[at], last)
+        chunk_start = ends[at - 1] if at else 0
+        start, end = max(cursor, chunk_start), min(ends[at], last)
         if start >= end:
             break
-        found = _continuation(token_ids, start, end, former) or _anchor(
-            registry, namespace, token_ids, int(fingerprints[at]), ends[at - 1] if at else 0, start, end
-        )
+        found = None
+        if extension and former is not None:
+            found = _resumed(token_ids, cursor, min(end + min_segment, last), former, min_segment)
+        if found is None:
+            found = _anchor(registry, namespace, token_ids, int(fingerprints[at]), chunk_start, start, end)
         at += 1
         if found is None:
             continue
@@ -104,12 +107,22 @@ def _longest_prefix(
     return best, chosen
 
 
-def _continuation(token_ids: np.ndarray, start: int, end: int, former: Segment | None) -> Segment | None:
-    """The chunk where the former segment's donor would have it: behind a small edit both go on in step."""
-    if former is None:
+def _resumed(token_ids: np.ndarray, start: int, end: int, former: Segment, least: int) -> Segment | None:
+    """The first run of at least `least` equal ids in [start, end) at the former segment's δ.
+
+    Behind a few replaced tokens both prompts go on in step, often for less than a chunk.
+    """
+    donor, shift = former.donor, former.delta
+    start, end = max(start, shift + SINK_TOKENS), min(end, shift + donor.length)
+    if end - start < least:
         return None
-    donor_start = start - former.delta
-    return _checked(token_ids, start, end, former.donor, donor_start)
+    differs = np.flatnonzero(token_ids[start:end] != donor.token_ids[start - shift : end - shift])
+    edges = np.concatenate(([-1], differs, [end - start]))
+    long_enough = np.flatnonzero(np.diff(edges) > least)
+    if len(long_enough) == 0:
+        return None
+    first, after = edges[long_enough[0]] + 1, edges[long_enough[0] + 1]
+    return Segment(start + int(first), start + int(after), donor, start + int(first) - shift, False)
 
 
 def _anchor(

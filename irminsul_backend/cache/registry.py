@@ -1,18 +1,19 @@
-"""Where known content lies: (namespace, fingerprint) → donor, and (namespace, hash of a whole prefix) → donor.
+"""Where known content lies: (namespace, chunk fingerprint) → place, and (namespace, hash of a whole prefix) → donor.
 
 A registry only ever proposes. The planner compares token ids before anything is reused, so a hash collision costs time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from irminsul_backend.cache.sequence import CachedSequence
 
-HEAD_TOKENS = 32
-"""Sequences that share this many first tokens find each other even when no chunk end falls into their common prefix."""
+PREFIX_BLOCK = 16
+"""Granularity at which whole prefixes are known, in tokens from position 0; the planner goes on token by token."""
 
 
 class Place(NamedTuple):
@@ -36,31 +37,26 @@ class Registry:
         return sum(len(index.content) + len(index.prefix) for index in self._namespaces.values())
 
     def publish(self, sequence: CachedSequence) -> None:
-        """Register the chunks whose rows are written and that are not yet registered."""
+        """Register the prefix blocks and chunks whose rows are written and that are not yet registered."""
         index = self._namespaces.setdefault(sequence.namespace, _Index({}, {}))
-        exact = sequence.exact_length
-        if not sequence.head_published and sequence.length >= HEAD_TOKENS:
-            self._put_prefix(index, sequence, _head_key(sequence.token_ids), HEAD_TOKENS, exact)
-            sequence.head_published = True
+        known_keys = len(sequence.prefix_keys)
+        chain = sequence.prefix_keys[-1] if known_keys else 0
+        for key in _block_keys(sequence.token_ids[known_keys * PREFIX_BLOCK : sequence.length], chain):
+            sequence.prefix_keys.append(key)
+            end = len(sequence.prefix_keys) * PREFIX_BLOCK
+            known = index.prefix.get(key)
+            # An exact donor is not replaced by one whose rows are approximate: reuse="exact" depends on it.
+            if known is None or sequence.exact_length >= end or known.exact_length < end:
+                index.prefix[key] = sequence
         until = int(np.searchsorted(sequence.chunk_ends, sequence.length, side="right"))
-        ends = sequence.chunk_ends[:until].tolist()
-        prints = sequence.fingerprints[:until].tolist()
-        for i in range(sequence.num_published, until):
-            start = ends[i - 1] if i else 0
-            place = index.content.get(prints[i])
+        starts = np.concatenate(([0], sequence.chunk_ends))[sequence.num_published : until].tolist()
+        prints = sequence.fingerprints[sequence.num_published : until].tolist()
+        for start, fingerprint in zip(starts, prints, strict=True):
+            place = index.content.get(fingerprint)
             if place is None or place.donor is not sequence:
-                index.content[prints[i]] = Place(sequence, start)
-                sequence.content_keys.append(prints[i])
-            sequence.chain = _extend(sequence.chain, prints[i])
-            self._put_prefix(index, sequence, sequence.chain, ends[i], exact)
+                index.content[fingerprint] = Place(sequence, start)
+                sequence.content_keys.append(fingerprint)
         sequence.num_published = until
-
-    def _put_prefix(self, index: _Index, sequence: CachedSequence, key: int, end: int, exact: int) -> None:
-        """An exact donor is not replaced by one whose rows are approximate: `reuse="exact"` depends on it."""
-        known = index.prefix.get(key)
-        if known is None or exact >= end or known.exact_length < end:
-            index.prefix[key] = sequence
-        sequence.prefix_keys.append(key)
 
     def forget(self, sequence: CachedSequence) -> None:
         """Remove every entry that names the sequence."""
@@ -81,27 +77,25 @@ class Registry:
         index = self._namespaces.get(namespace)
         return index.content.get(fingerprint) if index else None
 
-    def find_prefixes(self, namespace: str, token_ids: np.ndarray, fingerprints: np.ndarray) -> list[CachedSequence]:
-        """Donors that may share a prefix: behind the longest known chain of chunks, and with the same head."""
+    def find_prefix(self, namespace: str, token_ids: np.ndarray) -> CachedSequence | None:
+        """The donor behind the longest known prefix of `token_ids`, in blocks."""
         index = self._namespaces.get(namespace)
-        if index is None:
-            return []
         found: CachedSequence | None = None
-        chain = 0
-        for fingerprint in fingerprints.tolist():
-            chain = _extend(chain, fingerprint)
-            found = index.prefix.get(chain, found)
-        head = index.prefix.get(_head_key(token_ids)) if len(token_ids) >= HEAD_TOKENS else None
-        return [donor for donor in (found, head) if donor is not None]
+        if index is not None:
+            for key in _block_keys(token_ids, 0):
+                found = index.prefix.get(key, found)
+        return found
 
-    def entries(self) -> list[tuple[str, int, Place]]:
-        """Every content entry, for integrity checks."""
-        return [(name, key, place) for name, index in self._namespaces.items() for key, place in index.content.items()]
-
-
-def _extend(chain: int, fingerprint: int) -> int:
-    return hash((chain, fingerprint))
+    def entries(self) -> Iterator[tuple[str, CachedSequence, int]]:
+        """Every entry as (namespace, donor, position that must be written), for integrity checks."""
+        for name, index in self._namespaces.items():
+            yield from ((name, place.donor, place.offset) for place in index.content.values())
+            yield from ((name, donor, 0) for donor in index.prefix.values())
 
 
-def _head_key(token_ids: np.ndarray) -> int:
-    return hash((-1, token_ids[:HEAD_TOKENS].tobytes()))
+def _block_keys(token_ids: np.ndarray, chain: int) -> Iterator[int]:
+    """One key per whole block of int32 `token_ids`, each the hash of all blocks up to it; `chain` is the key before."""
+    data, step = token_ids.tobytes(), PREFIX_BLOCK * token_ids.itemsize
+    for at in range(0, len(data) - step + 1, step):
+        chain = hash((chain, data[at : at + step]))
+        yield chain

@@ -32,9 +32,6 @@ class CachedSequence:
     running: bool = True
     num_published: int = 0
     """Chunks that the registry knows of this sequence."""
-    chain: int = 0
-    """Hash of the published chunks' fingerprints in order."""
-    head_published: bool = False
     content_keys: list[int] = field(default_factory=list)
     prefix_keys: list[int] = field(default_factory=list)
 
