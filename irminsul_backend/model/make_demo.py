@@ -75,7 +75,7 @@ LAST_ATTENTION_GAIN = 2.0
 
 
 def random_weights(config: ModelConfig, silent_ids: Sequence[int], seed: int) -> dict[str, torch.Tensor]:
-    """bfloat16 tensors by published name; the same on every machine for the same seed (torch's CPU generator)."""
+    """bfloat16 tensors by published name; the same for the same seed, within a rounding between processors."""
     generator = torch.Generator().manual_seed(seed)
     last = f"model.layers.{config.num_layers - 1}.self_attn.o_proj"
     weights = {}

@@ -13,6 +13,7 @@ import torch
 from irminsul_backend.errors import InvalidRequestError
 from irminsul_backend.model import load_model
 from irminsul_backend.model import weights as weights_module
+from irminsul_backend.model.moe import MoE
 
 transformers = pytest.importorskip("transformers")
 
@@ -155,8 +156,9 @@ class TestPublishedSemantics:
     def test_softmax_weights_are_normalised_or_scaled_never_both(self, tmp_path: Path) -> None:
         """norm_topk_prob with softmax scores: weights add up to 1 and routed_scaling_factor is not applied."""
         save_reference(tmp_path, "V2", {"norm_topk_prob": True, "routed_scaling_factor": 7.0})
-        router = load_model(tmp_path).layers[1].feed_forward.router  # type: ignore[union-attr]
-        experts, weights = router(torch.randn(50, SIZES["hidden_size"]))
+        block = load_model(tmp_path).layers[1].feed_forward
+        assert isinstance(block, MoE)
+        experts, weights = block.router(torch.randn(50, SIZES["hidden_size"]))
         assert torch.allclose(weights.sum(-1), torch.ones(50))
         assert all(len(set(row)) == SIZES["num_experts_per_tok"] for row in experts.tolist())
 
