@@ -49,7 +49,7 @@ class SessionTable:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
         max_sessions: int = 100_000,
-        max_prompt_bytes: int = 1 << 28,
+        max_prompt_bytes: int = 1 << 26,
     ) -> None:
         self._ttl_s = ttl_s
         self._clock = clock

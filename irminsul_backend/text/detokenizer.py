@@ -57,6 +57,10 @@ def _overlap(text: str, word: str) -> int:
     return 0
 
 
+_MAX_PENDING = 16
+"""Tokens after which broken text is let go; a character has at most four bytes, so no whole one waits that long."""
+
+
 class _Decoder(Protocol):
     def step(self, token: int) -> str: ...
 
@@ -92,7 +96,8 @@ class _WindowDecoder:
     def step(self, token: int) -> str:
         self._window.append(token)
         new = self._new_text()
-        if not new or new.endswith("\ufffd"):
+        pending = len(self._window) - self._seen
+        if not new or (new.endswith("\ufffd") and pending < _MAX_PENDING):
             return ""
         self._window = self._window[self._seen :]
         self._seen = len(self._window)

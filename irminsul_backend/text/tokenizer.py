@@ -15,6 +15,9 @@ from irminsul_backend.text.folder import read_optional_json, read_text, token_te
 from irminsul_backend.text.memo import SegmentMemo
 from irminsul_backend.text.splitting import AddedTokenSplitter
 
+MEMO_BYTES = 1 << 26
+"""Default bound of the memory of tokenised pieces: about 60 different prompts of 100k tokens."""
+
 
 class Encoded(NamedTuple):
     """A tokenised text."""
@@ -37,7 +40,7 @@ class Tokenizer:
     refuse such text before it comes here.
     """
 
-    def __init__(self, definition: str, config: dict[str, Any], end_ids: Iterable[int], memo_bytes: int = 1 << 27):
+    def __init__(self, definition: str, config: dict[str, Any], end_ids: Iterable[int], memo_bytes: int = MEMO_BYTES):
         """Build from the text of tokenizer.json and the object of tokenizer_config.json."""
         self._library = tokenizers.Tokenizer.from_str(definition)
         self._library.no_truncation()
@@ -62,7 +65,7 @@ class Tokenizer:
         """Ids after which the model ends its turn, from every file that names some."""
 
     @classmethod
-    def load(cls, folder: str | Path, memo_bytes: int = 1 << 27) -> Tokenizer:
+    def load(cls, folder: str | Path, memo_bytes: int = MEMO_BYTES) -> Tokenizer:
         """Read tokenizer.json, and tokenizer_config.json, generation_config.json and config.json where they exist.
 
         Raises:

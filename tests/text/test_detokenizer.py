@@ -81,6 +81,14 @@ def test_any_ids_give_the_librarys_text(byte_level: Tokenizer, numbers: list[int
     assert "".join(parts) == byte_level.decode(ids)
 
 
+def test_broken_text_is_not_held_for_ever(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+    for tokenizer, token in ((byte_level, byte_level.encode("👩").ids[0]), (byte_fallback, 0xE2)):
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        text = "".join([detokenizer.push([token]) for _ in range(1000)])
+        assert 900 < len(text) <= 1000
+        assert text + detokenizer.finish() == "\ufffd" * 1000
+
+
 def test_a_character_comes_whole(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("x👩y").ids.tolist()
     assert len(ids) > 3
