@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from types import FrameType
 
 from irminsul_client import cli as client_cli
 
@@ -78,10 +77,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def serve(args: argparse.Namespace) -> int:
     """Run a server until it is told to stop by SIGINT, SIGTERM or SIGHUP."""
-    from irminsul_backend.triton_io.launcher import MODEL, PORTS, Ports, start_server
+    from irminsul_backend.triton_io.launcher import MODEL, PORTS, Ports, raise_interrupt, start_server
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        signal.signal(number, raise_interrupt)
     names = [*SETTINGS, "require_cache_salt"]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     config = replace(ServerConfig.from_env(), log_level="INFO" if args.verbose else "WARNING", **given)
@@ -101,12 +100,6 @@ def serve(args: argparse.Namespace) -> int:
     finally:
         if server is not None:
             server.stop()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)  # nothing may interrupt the cleaning up
-    raise KeyboardInterrupt
 
 
 def _demo(args: argparse.Namespace) -> int:

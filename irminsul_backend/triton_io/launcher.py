@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import ServerStartError
@@ -37,6 +39,7 @@ NOISE = (
     "DCGM unable to start",
     "The previous sequence did not end before this sequence start",
     "Non-graceful termination detected",
+    "Signal (15) received",
 )
 """What the server logs as warnings and errors on a machine without a GPU, on a second START (the client is told), and
 while it stops."""
@@ -133,6 +136,13 @@ class Server:
             if self._verbose or not any(text in line for text in NOISE):
                 sys.stderr.write(line)
                 sys.stderr.flush()
+
+
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """A signal handler: what Ctrl-C does, once; nothing may interrupt the cleaning up."""
+    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def find_model_repository() -> Path:

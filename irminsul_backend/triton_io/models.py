@@ -147,12 +147,9 @@ class EngineModel:
             final = event.kind in ("finished", "error")
             values = {"output_ids": event.token_ids, "output_log_probs": event.log_probs, "event": pack_event(event)}
             try:
-                sender.send(
-                    respond(EVENT_TENSORS, values),
-                    flags=FINAL if final else 0,
-                )
                 if final:
                     self._on_finished(event)
+                sender.send(respond(EVENT_TENSORS, values), flags=FINAL if final else 0)
             except Exception:
                 logger.exception("an event was not sent")
 

@@ -1,0 +1,72 @@
+"""Bad input on a real server: a clear error for that request alone, while a good request runs and stays right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from irminsul_backend.triton_io.launcher import Server
+
+pytestmark = pytest.mark.server
+
+MESSAGES = json.dumps([{"role": "user", "content": "hello"}])
+BAD = {
+    "empty prompt": ({"text_input": ""}, ["empty"]),
+    "no prompt": ({}, ["text_input", "messages", "input_ids"]),
+    "empty input_ids": ({"input_ids": np.zeros(0, np.int32)}, ["empty"]),
+    "two prompts": ({"text_input": "a", "messages": MESSAGES}, ["exactly one"]),
+    "over the limit": ({"text_input": "a b c", "max_tokens": 10**6}, ["max_tokens is 1000000", "limit"]),
+    "max_tokens of 0": ({"text_input": "a", "max_tokens": 0}, ["max_tokens is 0"]),
+    "negative temperature": ({"text_input": "a", "temperature": -0.5}, ["temperature is -0.5"]),
+    "temperature not a number": ({"text_input": "a", "temperature": float("nan")}, ["temperature is nan"]),
+    "infinite top_p": ({"text_input": "a", "top_p": float("inf")}, ["top_p is inf"]),
+    "negative top_k": ({"text_input": "a", "top_k": -1}, ["top_k is -1"]),
+    "penalty of 0": ({"text_input": "a", "repetition_penalty": 0.0}, ["repetition_penalty is 0.0"]),
+    "infinite penalty": ({"text_input": "a", "presence_penalty": float("-inf")}, ["presence_penalty is -inf"]),
+    "unknown reuse mode": ({"text_input": "a", "reuse": "sometimes"}, ["reuse is 'sometimes'", "content"]),
+    "messages no JSON": ({"messages": "[{"}, ["messages", "JSON"]),
+    "messages no list": ({"messages": '{"role": "user"}'}, ["messages", "list"]),
+    "tools no JSON": ({"messages": MESSAGES, "tools": "nonsense"}, ["tools", "JSON"]),
+    "id out of the vocabulary": ({"input_ids": np.array([5, 10**6], np.int32)}, ["input_ids[1] is 1000000"]),
+    "negative id": ({"input_ids": np.array([-1], np.int32)}, ["input_ids[0] is -1"]),
+    "text not UTF-8": ({"text_input": b"ab\xff"}, ["UTF-8"]),
+    "stop word not UTF-8": ({"text_input": "a", "stop_words": [b"\xff"]}, ["UTF-8", "stop_words"]),
+    "10 MB of text": ({"text_input": "x" * 10_000_000}, ["10000000 bytes", "4194304"]),
+    "session id over 128 bytes": ({"text_input": "a", "session": "y" * 129}, ["129 bytes", "128"]),
+}
+GOOD = {"text_input": "a good request that keeps running", "max_tokens": 60, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.parametrize(("request_fields", "words"), BAD.values(), ids=BAD.keys())
+def test_the_error_is_clear_and_a_good_request_stays_right(
+    request_fields: dict[str, Any], words: list[str], server: Server, stream: Any, connect: Callable[[Server], Any]
+) -> None:
+    expected = stream.ask(**GOOD).joined("output_ids")
+    other = connect(server)
+    running = stream.send(**GOOD)
+    error = other.ask(**request_fields).error
+    for word in words:
+        assert word in error
+    (good,) = stream.answers([running])
+    assert good.joined("output_ids") == expected
+    assert not other.ask(text_input="and the stream still works", max_tokens=1).error
+
+
+def test_a_batch_of_two_is_refused(server: Server, make_inputs: Any) -> None:
+    from tritonclient.grpc import InferenceServerClient, InferInput
+    from tritonclient.utils import InferenceServerException
+
+    tensor = InferInput("text_input", [2, 1], "BYTES")
+    tensor.set_data_from_numpy(np.array([[b"one"], [b"two"]], dtype=np.object_))
+    with InferenceServerClient(server.grpc_url) as client, pytest.raises(InferenceServerException) as caught:
+        client.infer("irminsul_unary", [tensor])
+    assert "one request at a time" in str(caught.value)
+
+
+def test_the_engine_is_not_to_be_called_directly(stream: Any) -> None:
+    assert "control" in stream.ask(model="irminsul_engine", session=None, control='{"dance": true}').error
+    assert stream.ask(model="irminsul_engine", session=None, control="no json").error

@@ -1,0 +1,117 @@
+"""Sessions on a real server: flags, ids of every kind, and what happens when they are wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from irminsul_backend.config import ServerConfig
+from irminsul_backend.triton_io.launcher import Server, running_server
+
+pytestmark = pytest.mark.server
+
+IDLE_LIMIT = 0.4
+TURN = {"text_input": "one turn of an agent", "max_tokens": 2, "ignore_eos": True}
+
+
+@pytest.fixture
+def session() -> str:
+    return f"session-{uuid.uuid4()}"
+
+
+class TestFlags:
+    def test_a_session_has_turns(self, stream: Any, session: str) -> None:
+        for start, end in ((True, False), (False, False), (False, True)):
+            answer = stream.ask(session=session, start=start, end=end, **TURN)
+            assert not answer.error
+            assert len(answer.joined("output_ids")) == 2
+
+    def test_a_second_start_is_refused_and_the_session_lives_on(self, stream: Any, session: str) -> None:
+        assert not stream.ask(session=session, start=True, end=False, **TURN).error
+        assert "already open" in stream.ask(session=session, start=True, end=False, **TURN).error
+        assert not stream.ask(session=session, start=False, end=True, **TURN).error
+
+    def test_a_turn_of_a_session_nobody_opened_is_refused(self, stream: Any, session: str) -> None:
+        assert "START" in stream.ask(session=session, start=False, end=False, **TURN).error
+
+    def test_an_ended_session_can_be_opened_again(self, stream: Any, session: str) -> None:
+        for _ in range(2):
+            assert not stream.ask(session=session, start=True, end=False, **TURN).error
+            assert not stream.ask(session=session, start=False, end=True, **TURN).error
+        assert "START" in stream.ask(session=session, start=False, end=False, **TURN).error
+
+    def test_a_bad_first_request_does_not_lose_the_session(self, stream: Any, session: str) -> None:
+        assert "empty" in stream.ask(session=session, start=True, end=False, text_input="").error
+        assert not stream.ask(session=session, start=False, end=True, **TURN).error
+
+    def test_a_bad_last_request_ends_the_session(self, stream: Any, session: str) -> None:
+        assert not stream.ask(session=session, start=True, end=False, **TURN).error
+        assert "empty" in stream.ask(session=session, start=False, end=True, text_input="").error
+        assert not stream.ask(session=session, start=True, end=True, **TURN).error
+
+    def test_end_right_behind_queued_turns_loses_none(self, stream: Any, session: str) -> None:
+        ids = [stream.send(session=session, start=n == 0, end=n == 5, **TURN) for n in range(6)]
+        assert [len(answer.joined("output_ids")) for answer in stream.answers(ids)] == [2] * 6
+
+
+class TestIds:
+    @pytest.mark.parametrize(
+        "session_id",
+        ["agent-7/α", "x" * 128, "0", "18446744073709551616", 1, 2**64 - 1, 'a b\n"quoted" {json}'],
+        ids=["non-ascii", "128-bytes", "text-zero", "over-uint64", "one", "largest-integer", "punctuation"],
+    )
+    def test_the_same_id_at_each_step(self, stream: Any, session_id: int | str) -> None:
+        """The chunker keeps the session by it, and the engine keeps rows by it where no salt is given."""
+        for start, end in ((True, False), (False, True)):
+            assert not stream.ask(session=session_id, start=start, end=end, **TURN).error
+        refused = stream.ask(session=session_id, start=False, end=False, **TURN).error
+        assert "START" in refused
+
+    def test_an_id_over_128_bytes_is_refused(self, stream: Any) -> None:
+        for session_id in ("x" * 129, "α" * 65):
+            error = stream.ask(session=session_id, **TURN).error
+            assert str(len(session_id.encode())) in error
+            assert "128" in error
+
+    def test_a_request_without_an_id_is_refused(self, stream: Any) -> None:
+        assert "correlation ID" in stream.ask(session=None, **TURN).error
+
+
+class TestStrictServer:
+    """A server with a short idle limit that shares rows within a session only."""
+
+    @pytest.fixture(scope="class")
+    def strict_server(self) -> Iterator[Server]:
+        config = ServerConfig(log_level="WARNING", threads=1, session_ttl_s=IDLE_LIMIT, require_cache_salt=True)
+        with running_server(config) as server:
+            yield server
+
+    def test_a_late_turn_is_told_and_the_session_can_be_opened_again(
+        self, strict_server: Server, connect: Any, session: str
+    ) -> None:
+        stream = connect(strict_server)
+        assert not stream.ask(session=session, start=True, end=False, **TURN).error
+        time.sleep(2 * IDLE_LIMIT)
+        late = stream.ask(session=session, start=False, end=False, **TURN).error
+        assert "unknown or expired" in late
+        assert str(IDLE_LIMIT) in late
+        assert not stream.ask(session=session, start=True, end=True, **TURN).error
+
+    def test_the_engine_sees_the_same_session_ids(self, strict_server: Server, connect: Any) -> None:
+        """Rows are kept by session id here, so two ids that look alike must not share any."""
+        stream = connect(strict_server)
+
+        def computed(session: int | str) -> int:
+            answer = stream.ask(session=session, start=True, end=True, text_input="word " * 200, max_tokens=1)
+            return int(json.loads(answer.responses[-1]["usage"])["computed_tokens"])
+
+        alike = ["agent-7/α", "agent-7/β", "x" * 127, "x" * 128, "18446744073709551616", 2**64 - 1, "00", 7]
+        first = [computed(session) for session in alike]
+        again = [computed(session) for session in alike]
+        assert len(set(first)) == 1
+        assert all(count < first[0] for count in again)
