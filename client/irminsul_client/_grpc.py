@@ -4,6 +4,9 @@
 on it. So this module calls the generated stub itself: each request is a stream of its own on one shared HTTP/2
 channel. Cancelling or timing out ends exactly one request, any number run at once, responses are read in the caller's
 own thread (or greenlet), and no callback thread is needed.
+
+Triton's ``triton_grpc_error`` header, which would add status codes to failures, must not be sent: a 2.51 server dies
+after some hundred refused requests that carry it.
 """
 
 from __future__ import annotations
@@ -29,14 +32,6 @@ from irminsul_client.errors import (
 
 NUMPY_TYPES = {"INT32": "<i4", "INT64": "<i8", "UINT64": "<u8", "FP32": "<f4", "FP64": "<f8", "BOOL": "?"}
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-STATUS_METADATA = (("triton_grpc_error", "true"),)
-"""Asks Triton (24.08 and later) to end a failed stream with a status code; older ones send a bare message."""
-INVALID_CODES = (
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.OUT_OF_RANGE,
-    grpc.StatusCode.FAILED_PRECONDITION,
-)
 
 
 def encode_tensor(name: str, value: Any) -> tuple[str, list[int], bytes]:
@@ -123,7 +118,7 @@ class GrpcTransport:
     def call(self, request: Request, timeout: float | None) -> GrpcCall:
         message = encode_request(self.model, request)
         try:
-            call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout, metadata=STATUS_METADATA)
+            call = self._stub.ModelStreamInfer(iter([message]), timeout=timeout)
         except ValueError as error:  # grpc's way to say that the channel is closed
             raise RequestCancelled("the client is closed") from error
         return GrpcCall(call, self, timeout)
@@ -151,7 +146,7 @@ class GrpcTransport:
             return RequestCancelled(f"the request was cancelled ({details})")
         if code == grpc.StatusCode.UNIMPLEMENTED and not details.startswith("["):
             return ServerUnavailable(f"{self.url} speaks gRPC but is no Triton server ({details})")
-        return server_error(details or str(code), invalid=code in INVALID_CODES)
+        return server_error(details or str(code))
 
 
 class GrpcCall:

@@ -119,16 +119,13 @@ def _with_session(fields: dict[str, Any], session_id: str | None, end: bool) -> 
 
 
 def _check(response: httpx.Response) -> None:
-    if response.status_code != 200:
-        message = _error_of(response)
-        raise server_error(message, invalid=400 <= response.status_code < 500)
-
-
-def _error_of(response: httpx.Response) -> str:
+    if response.status_code == 200:
+        return
     try:
-        return str(response.json()["error"])
+        message = str(response.json()["error"])
     except (ValueError, KeyError, TypeError):
-        return f"status {response.status_code}: {response.text[:200]!r}"
+        raise ServerError(f"status {response.status_code}: {response.text[:200]!r}") from None
+    raise server_error(message)
 
 
 def _parse(text: str) -> dict[str, Any]:

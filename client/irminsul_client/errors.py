@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class IrminsulClientError(Exception):
     """Base of all errors below; the message is the server's own where it sent one."""
@@ -39,17 +41,22 @@ class TraceError(IrminsulClientError):
     """A trace file cannot be read; the message names file, line and what is wrong there."""
 
 
-def server_error(message: str, *, invalid: bool | None = None) -> IrminsulClientError:
-    """The error for a message that the server sent with a request.
+FAULT_OF_THE_SERVER = re.compile(
+    r"\b[A-Z]\w*(Error|Exception): |stub process|shared memory|internal error", re.IGNORECASE
+)
+"""Messages about a failure inside the server: an exception that nobody foresaw comes with its class name, a dead
+process of the Python backend with Triton's own words."""
 
-    ``invalid`` says whether the transport knows (from a status code) that the request is at fault. Where it does not,
-    the message decides: the server prefixes failures of its own with the class name of an internal error.
-    """
+
+def server_error(message: str) -> IrminsulClientError:
+    """The error for a message that the server sent in place of an answer. A stream carries no status code."""
     lowered = message.lower()
     if "must specify the start flag" in lowered or "unknown or expired" in lowered:
         return SessionExpired(message)
     if "already open" in lowered:
         return SessionAlreadyOpen(message)
-    if "unknown model" in lowered or "is not ready" in lowered or "model is unavailable" in lowered:
+    if "unknown model" in lowered or "is not ready" in lowered or "unavailable" in lowered:
         return ServerUnavailable(message)
-    return InvalidRequest(message) if invalid else ServerError(message)
+    if FAULT_OF_THE_SERVER.search(message):
+        return ServerError(message)
+    return InvalidRequest(message)

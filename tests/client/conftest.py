@@ -99,7 +99,8 @@ class FakeEnsemble(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield self._error(seen, "the prompt is empty")
             return
         if text == "invalid":
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0; it must be at least 1")
+            yield self._error(seen, "max_tokens is 0; it must be at least 1")
+            return
         if text == "vanish":
             seen.finished = True
             return

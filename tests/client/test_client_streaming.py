@@ -94,7 +94,7 @@ class TestStream:
         with pytest.raises(ServerError, match="before the answer was complete"):
             client.generate(text="vanish")
 
-    def test_status_codes_tell_invalid_requests(self, client: Client) -> None:
+    def test_an_invalid_request_says_what_the_server_said(self, client: Client) -> None:
         with pytest.raises(InvalidRequest, match="max_tokens is 0"):
             client.generate(text="invalid")
 

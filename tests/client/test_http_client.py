@@ -45,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
             events: list[dict[str, Any]] = [{"text_output": "", "index": 0}]
             events += [{"text_output": w, "output_ids": i, "index": i} for i, w in enumerate(text.split(), 1)]
             if text.startswith("fail"):
-                events.append({"error": "the engine failed"})
+                events.append({"error": "KeyError: the engine failed"})
             elif text != "cut":
                 events.append(LAST)
             self.reply(200, b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events), "text/event-stream")
