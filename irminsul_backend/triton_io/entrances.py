@@ -23,6 +23,7 @@ from irminsul_backend.triton_io.tensors import (
     RESPONSE_OUTPUTS,
     SESSION_INPUTS,
     TensorSpec,
+    check_shape,
     read_fields,
     to_array,
 )
@@ -64,6 +65,8 @@ class Entrance:
     def _serve(self, request: Any, client: Client) -> None:
         key = uuid.uuid4().hex
         try:
+            first = request.inputs()[0]  # Triton has seen to it that all inputs have the same batch size
+            check_shape(first.name(), first.as_numpy())
             fields = read_fields(request, (*SESSION_INPUTS, CANCEL_KEY))
             if "cancel_key" in fields:
                 key = fields["cancel_key"].decode(errors="replace")

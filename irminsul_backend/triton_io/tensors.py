@@ -104,14 +104,17 @@ def from_array(spec: TensorSpec, array: np.ndarray) -> Any:
 
     Raises InvalidRequestError on a batch.
     """
-    if array.ndim != 2 or array.shape[0] != 1:
-        raise InvalidRequestError(
-            f"{spec.name} has shape {list(array.shape)}; send one request at a time, shape [1, n]"
-        )
+    check_shape(spec.name, array)
     values = array[0]
     if spec.dtype == "STRING":
         return values[0] if spec.dims == 1 else values.tolist()
     return values[0].item() if spec.dims == 1 else values
+
+
+def check_shape(name: str, array: np.ndarray) -> None:
+    """Raise InvalidRequestError unless `array` is a batch of one."""
+    if array.ndim != 2 or array.shape[0] != 1:
+        raise InvalidRequestError(f"{name} has shape {list(array.shape)}; send one request at a time, shape [1, n]")
 
 
 def read_fields(request: Any, specs: Iterable[TensorSpec]) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""Tensors, events and configurations: what one side of the border writes, the other reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.fields import KNOWN_FIELDS
+from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams, Usage
+from irminsul_backend.triton_io import tensors
+from irminsul_backend.triton_io.events import pack_event, unpack_event
+from irminsul_backend.triton_io.launcher import MAX_SESSION_TTL_S, find_model_repository
+from irminsul_backend.triton_io.tensors import TensorSpec, from_array, to_array
+
+REPOSITORY = find_model_repository()
+OPTIONAL_INPUTS = {
+    "irminsul": tensors.REQUEST_INPUTS,
+    "irminsul_chunker": tensors.REQUEST_INPUTS,
+    "irminsul_engine": (*tensors.PLAN_TENSORS, tensors.CONTROL_INPUT),
+    "irminsul_generate": (*tensors.REQUEST_INPUTS, *tensors.SESSION_INPUTS),
+    "irminsul_unary": (*tensors.REQUEST_INPUTS, *tensors.SESSION_INPUTS),
+}
+OUTPUTS = {
+    "irminsul": tensors.RESPONSE_OUTPUTS,
+    "irminsul_chunker": tensors.PLAN_TENSORS,
+    "irminsul_engine": tensors.EVENT_TENSORS,
+    "irminsul_detokenizer": tensors.RESPONSE_OUTPUTS,
+    "irminsul_generate": tensors.RESPONSE_OUTPUTS,
+    "irminsul_unary": tensors.RESPONSE_OUTPUTS,
+}
+
+
+def configured(model: str, kind: str) -> dict[TensorSpec, bool]:
+    """The tensors of one kind in a model's config.pbtxt, and whether each is optional."""
+    text = (REPOSITORY / model / "config.pbtxt").read_text()
+    block = re.search(rf"^{kind} \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    pattern = r'name: "(\w+)", data_type: TYPE_(\w+), dims: \[ (-?\d+) \](, optional: true)?'
+    return {TensorSpec(name, dtype, int(dims)): bool(opt) for name, dtype, dims, opt in re.findall(pattern, block[1])}
+
+
+class TestConfigurations:
+    @pytest.mark.parametrize("model", OPTIONAL_INPUTS)
+    def test_optional_inputs(self, model: str) -> None:
+        assert configured(model, "input") == dict.fromkeys(OPTIONAL_INPUTS[model], True)
+
+    def test_the_detokenizer_needs_all_of_its_inputs(self) -> None:
+        assert configured("irminsul_detokenizer", "input") == dict.fromkeys(tensors.EVENT_TENSORS, False)
+
+    @pytest.mark.parametrize("model", OUTPUTS)
+    def test_outputs(self, model: str) -> None:
+        assert configured(model, "output") == dict.fromkeys(OUTPUTS[model], False)
+
+    def test_the_chunker_knows_every_input(self) -> None:
+        assert {spec.name for spec in tensors.REQUEST_INPUTS} == KNOWN_FIELDS
+
+    def test_triton_forgets_a_session_no_sooner_than_the_launcher_allows(self) -> None:
+        text = (REPOSITORY / "irminsul_chunker" / "config.pbtxt").read_text()
+        idle = re.search(r"max_sequence_idle_microseconds: (\d+)", text)
+        assert idle is not None
+        assert int(idle[1]) == MAX_SESSION_TTL_S * 1e6
+
+    def test_every_model_file_is_thin(self) -> None:
+        files = list(Path(REPOSITORY).glob("*/1/model.py"))
+        assert len(files) == 5
+        assert all(len(file.read_text().splitlines()) < 100 for file in files)
+
+
+class TestTensors:
+    @pytest.mark.parametrize(
+        ("spec", "value", "expected"),
+        [
+            (TensorSpec("a", "STRING"), "α", "α".encode()),
+            (TensorSpec("a", "STRING", -1), ["x", b"\xff"], [b"x", b"\xff"]),
+            (TensorSpec("a", "STRING", -1), [], []),
+            (TensorSpec("a", "UINT64"), 2**64 - 1, 2**64 - 1),
+            (TensorSpec("a", "BOOL"), True, True),
+            (TensorSpec("a", "FP32"), 0.5, 0.5),
+        ],
+    )
+    def test_there_and_back(self, spec: TensorSpec, value: object, expected: object) -> None:
+        back = from_array(spec, to_array(spec, value))
+        assert back == expected
+        assert type(back) is type(expected)
+
+    def test_rows_of_numbers_stay_arrays(self) -> None:
+        spec = TensorSpec("a", "INT32", -1)
+        for ids in ([], [1, 2, 3]):
+            back = from_array(spec, to_array(spec, ids))
+            assert back.dtype == np.int32
+            assert back.tolist() == ids
+
+    @pytest.mark.parametrize("shape", [(2, 1), (3,), (0, 1)])
+    def test_a_batch_is_refused_with_its_shape(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(InvalidRequestError, match=re.escape(str(list(shape)))):
+            from_array(TensorSpec("max_tokens", "INT32"), np.zeros(shape, np.int32))
+
+
+@given(
+    key=st.text(min_size=1),
+    ids=st.lists(st.integers(0, 2**31 - 1)),
+    echo=st.text(),
+    stop_words=st.lists(st.text()),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    error=st.text(),
+)
+def test_events_arrive_as_they_were_sent(
+    key: str, ids: list[int], echo: str, stop_words: list[str], seed: int | None, error: str
+) -> None:
+    request = GenerationRequest(key, sampling=SamplingParams(seed=seed), stop_words=stop_words, echo=echo)
+    usage = Usage(9, 1, 2, 6, 1, [[1, 2, -3]], 4, 0.5, 1.5)
+    event = Event(key, 3, "tokens", ids, [-0.5] * len(ids), "stop", request, usage, 7, error)
+    back = unpack_event(pack_event(event), event.token_ids, event.log_probs)
+    assert back.request is not None
+    assert back.request.pack() == request.pack()
+    assert {**vars(back), "request": None} == {**vars(event), "request": None}
