@@ -1,0 +1,169 @@
+"""`make bench`: what the server gains and costs, as ratios taken side by side in one run on the shipped model.
+
+    python -m irminsul_backend.bench [--only shifted stream memory] [--json FILE]
+
+Absolute times depend on the machine; the ratios are what is compared with the bars.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import psutil
+from irminsul_client import Client
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from irminsul_backend.chunking import PRESETS, cut, fingerprint
+from irminsul_backend.config import ServerConfig
+from irminsul_backend.engine import Engine
+from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams
+from irminsul_backend.triton_io.launcher import Server, running_server
+
+PROMPT_TOKENS, KNOWN_TOKENS = 8192, 7782
+FIRST_ID, VOCAB = 16, 8192
+"""Random prompts use ids from FIRST_ID on: those below are special tokens."""
+
+
+class Bench:
+    def __init__(self, server: Server, progress: Progress) -> None:
+        self.server, self.progress = server, progress
+        self.rng = np.random.default_rng(0)
+        self.client = Client(server.grpc_url)
+
+    def ids(self, n: int) -> np.ndarray:
+        return self.rng.integers(FIRST_ID, VOCAB, n).astype(np.int32)
+
+    def shifted(self, repeats: int = 5) -> dict[str, Any]:
+        """An 8,192-token prompt, 95 % of it known and moved: a new header in front, new text behind."""
+        off, content, reused = [], [], 0
+        for i in self.progress.track(range(repeats + 1), description="shifted prompt"):
+            body = self.ids(KNOWN_TOKENS + 32)
+            salt = f"bench {i}"
+            self.client.generate(input_ids=np.concatenate((self.ids(40), body)), max_tokens=1, cache_salt=salt)
+            prompt = np.concatenate((self.ids(51), body, self.ids(PROMPT_TOKENS - 51 - len(body))))
+            warm = self.client.generate(input_ids=prompt, max_tokens=1, reuse="content", cache_salt=salt)
+            cold = self.client.generate(input_ids=prompt, max_tokens=1, reuse="off", cache_salt=salt)
+            assert warm.usage is not None
+            if i:  # the first round warms up
+                reused = warm.usage.shifted_tokens
+                off.append(cold.ttft_ms)
+                content.append(warm.ttft_ms)
+        ratios = [a / b for a, b in zip(off, content, strict=True)]
+        return {
+            "prompt_tokens": PROMPT_TOKENS,
+            "shifted_tokens": reused,
+            "ttft_off_ms": statistics.median(off),
+            "ttft_content_ms": statistics.median(content),
+            "ratio": statistics.median(ratios),
+            "bar": "ratio >= 8",
+            "met": statistics.median(ratios) >= 8,
+        }
+
+    def stream(self, repeats: int = 5, tokens: int = 200) -> dict[str, Any]:
+        """Time per streamed token through gRPC and the ensemble, against the same engine in this process."""
+        engine = Engine.from_config(ServerConfig(capacity_tokens=4096))
+        engine.start()
+        prompt = self.ids(64)
+        served, direct = [], []
+        for i in self.progress.track(range(repeats + 1), description="streaming"):
+            answer = self.client.generate(
+                input_ids=prompt, max_tokens=tokens, reuse="exact", ignore_eos=True, cache_salt="bench stream"
+            )
+            times = _direct(engine, prompt, tokens, f"direct {i}")
+            if i:
+                served.append(sum(answer.inter_token_ms) / len(answer.inter_token_ms))
+                direct.append(1000 * (times[-1] - times[0]) / (len(times) - 1))
+        engine.close()
+        added = statistics.median(a - b for a, b in zip(served, direct, strict=True))
+        return {
+            "served_ms_per_token": statistics.median(served),
+            "in_process_ms_per_token": statistics.median(direct),
+            "added_ms_per_token": added,
+            "bar": "added <= 0.4 ms",
+            "met": added <= 0.4,
+        }
+
+    def memory(self, requests: int = 1000, warm_up: int = 300) -> dict[str, Any]:
+        """Resident memory of the server and its stubs over 1,000 requests of changing prompts, eight at a time."""
+        base = [self.ids(300) for _ in range(8)]
+
+        def one(i: int) -> None:
+            prompt = np.concatenate((np.full(1 + i % 7, 20 + i % 900), base[i % 8], 20 + np.arange(i % 50)))
+            self.client.generate(input_ids=prompt.astype(np.int32), max_tokens=4)
+
+        samples = []
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(one, range(warm_up)))
+            for i in self.progress.track(range(0, requests, 250), description="memory"):
+                samples.append(self._resident_mb())
+                list(pool.map(one, range(i, i + 250)))
+        samples.append(self._resident_mb())
+        growth = samples[-1] - samples[0]
+        return {
+            "resident_mb": samples,
+            "growth_mb": growth,
+            "bar": "growth <= 1 % over 1,000 requests",
+            "met": growth <= 0.01 * samples[0],
+        }
+
+    def _resident_mb(self) -> float:
+        root = psutil.Process(self.server.process.pid)
+        return round(sum(p.memory_info().rss for p in [root, *root.children(recursive=True)]) / 1e6, 1)
+
+
+def _direct(engine: Engine, prompt: np.ndarray, tokens: int, key: str) -> list[float]:
+    """Times at which the engine reported each token."""
+    times: list[float] = []
+    done = threading.Event()
+
+    def on_event(event: Event) -> None:
+        if event.token_ids:
+            times.append(time.perf_counter())
+        if event.kind in ("finished", "error"):
+            done.set()
+
+    ends = cut(prompt, PRESETS["default"], None)
+    request = GenerationRequest(key=key, namespace="n", reuse="exact", sampling=SamplingParams(max_tokens=tokens))
+    engine.submit(request, prompt, ends, fingerprint(prompt, ends, "n"), on_event)
+    done.wait(120)
+    return times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Benchmarks of the served demo model, as ratios within this run.")
+    names = ("shifted", "stream", "memory")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="parts to run (default: all)")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    args = parser.parse_args()
+    console = Console()
+    results: dict[str, dict[str, Any]] = {}
+    with running_server() as server, Progress(console=console, transient=True) as progress:
+        bench = Bench(server, progress)
+        parts: dict[str, Callable[[], dict[str, Any]]] = {name: getattr(bench, name) for name in args.only}
+        for name, part in parts.items():
+            results[name] = part()
+        bench.client.close()
+    for name, result in results.items():
+        table = Table(title=(getattr(Bench, name).__doc__ or "").strip(), title_justify="left", show_header=False)
+        for key, value in result.items():
+            table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
+        console.print(table)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
