@@ -104,8 +104,8 @@ def summary(turns: list[Turn]) -> str:
     return (
         f"Of {total:,} prompt tokens {100 * exact / total:.1f} % were an unchanged prefix (all that a prefix cache can "
         f"reuse) and {100 * shifted / total:.1f} % were found at another place and reused there.\n"
-        f"The first turn is cold ({first.off.ttft_ms:.0f} and {first.content.ttft_ms:.0f} ms). After it the first token "
-        f"came {speedup:.1f} times sooner.\n"
+        f"The first turn is cold ({first.off.ttft_ms:.0f} and {first.content.ttft_ms:.0f} ms). After it the first "
+        f"token came {speedup:.1f} times sooner.\n"
         f"{same} of {len(turns)} greedy answers of {MAX_TOKENS} tokens are the same with and without reuse. Rows above "
         "layer 0 depend on the text before them, so content reuse is an approximation; the shipped model has random "
         "weights, so its text means nothing and agreement says little about a trained one."

@@ -1,4 +1,4 @@
-"""Every error Irminsul raises on purpose. A message says what was wrong, with the value and the limit, and what to do."""
+"""Errors that Irminsul raises on purpose. A message says what was wrong, the value and the limit, and what to do."""
 
 
 class IrminsulError(Exception):
@@ -14,7 +14,7 @@ class SessionError(InvalidRequestError):
 
 
 class UnsupportedModelError(IrminsulError):
-    """A model folder lacks a file or names something that is not understood; raised at start-up with field and value."""
+    """A model folder lacks a file or names something not understood; raised at start-up with field and value."""
 
 
 class CapacityError(IrminsulError):
