@@ -15,10 +15,13 @@ import httpx
 from irminsul_client._client import DEFAULT_TIMEOUT
 from irminsul_client._request import RequestOptions, build_fields
 from irminsul_client._types import Chunk, Completion, chunk_from_outputs
-from irminsul_client.errors import RequestTimeout, ServerError, ServerUnavailable, server_error
+from irminsul_client.errors import InvalidRequest, RequestTimeout, ServerError, ServerUnavailable, server_error
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 def default_http_url() -> str:
@@ -48,10 +51,10 @@ class HTTPClient:
         self, *, session_id: str | None = None, end: bool = False, **options: Unpack[RequestOptions]
     ) -> Completion:
         """POST /generate and wait. Nothing streams, so ttft_ms is the time to the whole answer."""
-        fields = _with_session(build_fields(options, stream=False), session_id, end)
+        body = _encode(build_fields(options, stream=False), session_id, end)
         begin = time.perf_counter()
         with self._translating():
-            response = self._http.post("/v2/models/irminsul_unary/generate", json=fields)
+            response = self._http.post("/v2/models/irminsul_unary/generate", content=body, headers=JSON_HEADERS)
         _check(response)
         elapsed = (time.perf_counter() - begin) * 1e3
         chunk = chunk_from_outputs(_parse(response.text)) or Chunk("")
@@ -63,7 +66,7 @@ class HTTPClient:
         self, *, session_id: str | None = None, end: bool = False, **options: Unpack[RequestOptions]
     ) -> Iterator[Chunk]:
         """POST /generate_stream and yield chunks; closing the iterator drops the connection, which cancels."""
-        return self._stream(_with_session(build_fields(options, stream=True), session_id, end))
+        return self._stream(_encode(build_fields(options, stream=True), session_id, end))
 
     def check_ready(self, timeout: float = 5.0) -> None:
         """Raise ServerUnavailable, saying why, unless the server is ready for requests."""
@@ -82,10 +85,10 @@ class HTTPClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _stream(self, fields: dict[str, Any]) -> Iterator[Chunk]:
+    def _stream(self, body: bytes) -> Iterator[Chunk]:
         path = "/v2/models/irminsul_generate/generate_stream"
         finished = False
-        with self._translating(), self._http.stream("POST", path, json=fields) as response:
+        with self._translating(), self._http.stream("POST", path, content=body, headers=JSON_HEADERS) as response:
             if response.status_code != 200:
                 response.read()
                 _check(response)
@@ -112,17 +115,20 @@ class HTTPClient:
             raise ServerUnavailable(f"cannot reach an Irminsul server at {self._url} ({error})") from error
 
 
-def _with_session(fields: dict[str, Any], session_id: str | None, end: bool) -> dict[str, Any]:
+def _encode(fields: dict[str, Any], session_id: str | None, end: bool) -> bytes:
     if session_id is not None:
         fields |= {"session_id": session_id, "session_end": end}
-    return fields
+    try:
+        return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
 
 
 def _check(response: httpx.Response) -> None:
     if response.status_code == 200:
         return
     try:
-        message = str(response.json()["error"])
+        message = str(json.loads(response.text.removeprefix("data:"))["error"])
     except (ValueError, KeyError, TypeError):
         raise ServerError(f"status {response.status_code}: {response.text[:200]!r}") from None
     raise server_error(message)

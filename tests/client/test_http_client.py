@@ -30,7 +30,8 @@ class Handler(BaseHTTPRequestHandler):
         seen.append((self.path, body))
         text = body.get("text_input", "")
         if text == "bad":
-            self.reply(400, b'{"error":"max_tokens is 0; it must be at least 1"}')
+            event = b"data: " if self.path.endswith("_stream") else b""
+            self.reply(400, event + b'{"error":"max_tokens is 0; it must be at least 1"}\n\n')
         elif text == "gone":
             self.reply(500, b'{"error":"session \'a\' is unknown or expired"}')
         elif text == "html":
@@ -110,6 +111,12 @@ class TestHTTPClient:
             list(client.stream(text="bad"))
         with pytest.raises(SessionExpired):
             client.generate(text="gone")
+
+    @pytest.mark.parametrize("options", [{"temperature": float("nan")}, {"text": "\ud800"}, {"seed": object()}])
+    def test_what_json_cannot_hold_is_not_sent(self, client: HTTPClient, server: Any, options: dict[str, Any]) -> None:
+        with pytest.raises(InvalidRequest, match="JSON"):
+            client.generate(**{"text": "x", **options})
+        assert server.seen == []
 
     def test_failures_of_the_server(self, client: HTTPClient) -> None:
         with pytest.raises(ServerError, match=r"502.*gateway"):
