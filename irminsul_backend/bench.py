@@ -50,8 +50,9 @@ class Bench:
         for i in self.progress.track(range(repeats + 1), description="shifted prompt"):
             body = self.ids(KNOWN_TOKENS + 32)
             salt = f"bench {i}"
-            self.client.generate(input_ids=np.concatenate((self.ids(40), body)), max_tokens=1, cache_salt=salt)
-            prompt = np.concatenate((self.ids(51), body, self.ids(PROMPT_TOKENS - 51 - len(body))))
+            known = np.concatenate((self.ids(40), body)).tolist()
+            self.client.generate(input_ids=known, max_tokens=1, cache_salt=salt)
+            prompt = np.concatenate((self.ids(51), body, self.ids(PROMPT_TOKENS - 51 - len(body)))).tolist()
             warm = self.client.generate(input_ids=prompt, max_tokens=1, reuse="content", cache_salt=salt)
             cold = self.client.generate(input_ids=prompt, max_tokens=1, reuse="off", cache_salt=salt)
             assert warm.usage is not None
@@ -78,7 +79,7 @@ class Bench:
         served, direct = [], []
         for i in self.progress.track(range(repeats + 1), description="streaming"):
             answer = self.client.generate(
-                input_ids=prompt, max_tokens=tokens, reuse="exact", ignore_eos=True, cache_salt="bench stream"
+                input_ids=prompt.tolist(), max_tokens=tokens, reuse="exact", ignore_eos=True, cache_salt="bench stream"
             )
             times = _direct(engine, prompt, tokens, f"direct {i}")
             if i:
@@ -100,7 +101,7 @@ class Bench:
 
         def one(i: int) -> None:
             prompt = np.concatenate((np.full(1 + i % 7, 20 + i % 900), base[i % 8], 20 + np.arange(i % 50)))
-            self.client.generate(input_ids=prompt.astype(np.int32), max_tokens=4)
+            self.client.generate(input_ids=prompt.tolist(), max_tokens=4)
 
         samples = []
         with ThreadPoolExecutor(8) as pool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from irminsul_client import Client, Completion, Usage
 from irminsul_client.scenarios import apply_scenario
@@ -56,7 +56,9 @@ def agent_prompts() -> list[tuple[Message, ...]]:
     return list(next(sessions).turns)
 
 
-def run(client: Client, prompts: list[tuple[Message, ...]], reuse: str, progress: Progress) -> list[Completion]:
+def run(
+    client: Client, prompts: list[tuple[Message, ...]], reuse: Literal["off", "content"], progress: Progress
+) -> list[Completion]:
     """Send the turns of one session; its own salt keeps the two runs from helping each other."""
     with client.session(cache_salt=f"demo {reuse}") as session:
         return [
