@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import importlib.util
 import json
 import re
@@ -111,11 +110,12 @@ class TestDockerfile:
 
 class TestCompose:
     def test_fits_the_compose_schema(self, compose: dict[str, Any]) -> None:
-        if importlib.util.find_spec("check_jsonschema") is None:
+        package = importlib.util.find_spec("check_jsonschema")
+        if package is None or package.origin is None:
             pytest.skip("check-jsonschema, which carries the compose schema, is not installed")
         import jsonschema
 
-        schema = importlib.resources.files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+        schema = Path(package.origin).parent / "builtin_schemas" / "vendor" / "compose-spec.json"
         jsonschema.validate(compose, json.loads(schema.read_text(encoding="utf-8")))
 
     def test_only_known_keys(self, compose: dict[str, Any]) -> None:
