@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import MISSING, fields
 from typing import Any
 
 from irminsul_backend.protocol import Event, GenerationRequest, Usage
 
+_DEFAULTS = {
+    f.name: f.default for f in fields(Event) if f.default is not MISSING and f.name not in ("token_ids", "log_probs")
+}
+"""What an event leaves out: one is packed for every token of every request."""
+
 
 def pack_event(event: Event) -> bytes:
     """Everything but token_ids and log_probs, which travel as tensors beside it."""
-    values = asdict(replace(event, token_ids=(), log_probs=(), request=None))
+    values: dict[str, Any] = {"key": event.key, "index": event.index, "kind": event.kind}
+    for name, default in _DEFAULTS.items():
+        value = getattr(event, name)
+        if value != default:
+            values[name] = value
     if event.request is not None:
         values["request"] = event.request.pack().decode()
+    if event.usage is not None:
+        values["usage"] = event.usage.as_dict()
     return json.dumps(values, separators=(",", ":")).encode()
 
 
 def unpack_event(data: bytes, token_ids: Sequence[int], log_probs: Sequence[float]) -> Event:
     """The inverse of :func:`pack_event`."""
     values: dict[str, Any] = json.loads(data)
-    if values["request"] is not None:
+    if "request" in values:
         values["request"] = GenerationRequest.unpack(values["request"])
-    if values["usage"] is not None:
+    if "usage" in values:
         values["usage"] = Usage(**values["usage"])
-    return Event(**{**values, "token_ids": token_ids, "log_probs": log_probs})
+    return Event(**values, token_ids=token_ids, log_probs=log_probs)

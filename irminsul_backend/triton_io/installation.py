@@ -83,7 +83,8 @@ def _link(backends: Path, links: dict[str, Path]) -> Path:
 
 def environment(installation: Installation, base: dict[str, str]) -> dict[str, str]:
     """`base` changed so that the stubs find this Python: its packages through PATH, its libpython if it has one."""
-    env = dict(base)
+    # OpenMP's threads would otherwise spin between two operations and take the cores from the server's other processes.
+    env = {"OMP_WAIT_POLICY": "passive", **base}
     env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), base.get("PATH", os.defpath)))
     folder, name = sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME")
     if installation.embedded and folder and name and name.endswith(".so.1.0") and (Path(folder) / name).is_file():

@@ -7,7 +7,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -185,13 +184,13 @@ class DetokenizerModel:
         fields = read_fields(request, EVENT_TENSORS)
         event = unpack_event(fields["event"], fields["output_ids"], fields["output_log_probs"])
         try:
-            reply, stop = self._table.feed(event, cancelled=sender.is_cancelled())
+            reply, stop = self._table.feed(event, sender.is_cancelled)
         except Exception:
             self._stopper.stop(event.key)
             raise
         if stop:
             self._stopper.stop(event.key)
-        return None if reply is None else respond(RESPONSE_OUTPUTS, asdict(reply))
+        return None if reply is None else respond(RESPONSE_OUTPUTS, vars(reply))
 
 
 class Stopper:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from irminsul_backend.protocol import Event, GenerationRequest
 
 MAX_OPEN = 16384
 """Transcripts kept at once. Only requests of an engine that died are never finished; the oldest make room."""
+
+ASK_EVERY_SECONDS = 0.05
+"""A client that went away is noticed this much later, or at the next token."""
 
 
 class Detokenizer(Protocol):
@@ -57,6 +61,8 @@ class Transcript:
         self.request = request
         self.next_event = 0
         self.stop_sent = False
+        self.asked_at = time.monotonic()
+        """When it was last asked whether the client is still there."""
         self._detokenizer = detokenizer
         self._replies = 0
         self._whole = Reply(text_output=request.echo)
@@ -106,7 +112,13 @@ class Transcript:
 class TranscriptTable:
     """The transcripts of all requests under way, by request key."""
 
-    def __init__(self, detokenizer: Callable[[GenerationRequest], Detokenizer], max_open: int = MAX_OPEN) -> None:
+    def __init__(
+        self,
+        detokenizer: Callable[[GenerationRequest], Detokenizer],
+        max_open: int = MAX_OPEN,
+        ask_every_s: float = ASK_EVERY_SECONDS,
+    ) -> None:
+        self._ask_every_s = ask_every_s
         self._detokenizer = detokenizer
         self._max_open = max_open
         self._open: OrderedDict[str, Transcript] = OrderedDict()
@@ -114,9 +126,10 @@ class TranscriptTable:
     def __len__(self) -> int:
         return len(self._open)
 
-    def feed(self, event: Event, cancelled: bool = False) -> tuple[Reply | None, bool]:
+    def feed(self, event: Event, is_cancelled: Callable[[], bool]) -> tuple[Reply | None, bool]:
         """(reply or None to stay silent, whether to tell the engine to stop this request).
 
+        `is_cancelled` asks the server whether the client has gone; that costs as much as a reply, so not every time.
         Raises IrminsulError with the text of an `error` event, or if events were lost.
         """
         if event.kind in ("finished", "error"):
@@ -131,8 +144,14 @@ class TranscriptTable:
             self._open.pop(event.key, None)
             raise IrminsulError(f"events of request {event.key!r} were lost before number {event.index}; send it again")
         reply = transcript.feed(event)
-        stop = event.kind != "finished" and not transcript.stop_sent and (cancelled or transcript.stopped)
-        transcript.stop_sent |= stop
+        if event.kind == "finished" or transcript.stop_sent:
+            return reply, False
+        now = time.monotonic()
+        stop = transcript.stopped
+        if not stop and now - transcript.asked_at >= self._ask_every_s:
+            transcript.asked_at = now
+            stop = is_cancelled()
+        transcript.stop_sent = stop
         return reply, stop
 
     def _add(self, key: str, request: GenerationRequest) -> Transcript:

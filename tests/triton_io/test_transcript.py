@@ -27,6 +27,11 @@ def table(tokenizer: Tokenizer) -> TranscriptTable:
     return TranscriptTable(lambda request: IncrementalDetokenizer(tokenizer, request.stop_words))
 
 
+def here() -> bool:
+    """The client has not gone."""
+    return False
+
+
 def events(ids: Sequence[int], request: GenerationRequest, reason: str = "length") -> list[Event]:
     """Admitted, progress, one token each, finished."""
     kinds = [Event(request.key, 0, "admitted", request=request), Event(request.key, 1, "progress", prefilled=5)]
@@ -36,7 +41,7 @@ def events(ids: Sequence[int], request: GenerationRequest, reason: str = "length
 
 def play(table: TranscriptTable, script: Sequence[Event]) -> tuple[list[Reply], list[int]]:
     """The replies, and the indices of the events after which the engine should be stopped."""
-    outcomes = [table.feed(event) for event in script]
+    outcomes = [table.feed(event, here) for event in script]
     return [r for r, _ in outcomes if r is not None], [e.index for e, (_, s) in zip(script, outcomes, strict=True) if s]
 
 
@@ -75,7 +80,7 @@ class TestReplies:
         said = dict.fromkeys(range(5), "")
         for step in range(max(map(len, scripts))):
             for n, script in enumerate(scripts):
-                if step < len(script) and (reply := table.feed(script[step])[0]) is not None:
+                if step < len(script) and (reply := table.feed(script[step], here)[0]) is not None:
                     said[n] += reply.text_output
         assert list(said.values()) == texts
 
@@ -106,26 +111,35 @@ class TestStopWords:
 
 
 class TestTrouble:
-    def test_a_cancelled_client_stops_the_engine_once(self, table: TranscriptTable) -> None:
+    def test_a_cancelled_client_stops_the_engine_once(self, tokenizer: Tokenizer) -> None:
+        table = TranscriptTable(lambda request: IncrementalDetokenizer(tokenizer), ask_every_s=0)
         script = events([5, 6, 7], GenerationRequest("a", stream=True))
-        assert [table.feed(event, cancelled=True)[1] for event in script] == [True] + [False] * 5
+        stops = [table.feed(event, lambda index=event.index: index >= 2)[1] for event in script]
+        assert stops == [False, False, True, False, False, False]
+
+    def test_the_server_is_not_asked_at_every_token(self, tokenizer: Tokenizer) -> None:
+        asked: list[bool] = []
+        table = TranscriptTable(lambda request: IncrementalDetokenizer(tokenizer), ask_every_s=3600)
+        for event in events([5, 6, 7], GenerationRequest("a", stream=True)):
+            table.feed(event, lambda: bool(asked.append(True)))
+        assert not asked
 
     def test_an_error_is_passed_on_and_forgotten(self, table: TranscriptTable) -> None:
-        table.feed(events([], GenerationRequest("a"))[0])
+        table.feed(events([], GenerationRequest("a"))[0], here)
         with pytest.raises(IrminsulError, match="out of slots"):
-            table.feed(Event("a", 1, "error", error="out of slots"))
+            table.feed(Event("a", 1, "error", error="out of slots"), here)
         assert len(table) == 0
 
     def test_lost_events_are_an_error(self, table: TranscriptTable) -> None:
         script = events([5, 6, 7], GenerationRequest("a"))
-        table.feed(script[0])
+        table.feed(script[0], here)
         for event in script[2:]:
             with pytest.raises(IrminsulError, match="'a' were lost"):
-                table.feed(event)
+                table.feed(event, here)
         assert len(table) == 0
 
     def test_memory_is_bounded_when_requests_never_end(self, tokenizer: Tokenizer) -> None:
         table = TranscriptTable(lambda request: IncrementalDetokenizer(tokenizer), max_open=3)
         for n in range(10):
-            table.feed(Event(f"{n}", 0, "admitted", request=GenerationRequest(f"{n}")))
+            table.feed(Event(f"{n}", 0, "admitted", request=GenerationRequest(f"{n}")), here)
         assert len(table) == 3
