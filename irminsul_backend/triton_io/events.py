@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from irminsul_backend.protocol import Event, GenerationRequest, Usage
@@ -13,6 +13,34 @@ _DEFAULTS = {
     f.name: f.default for f in fields(Event) if f.default is not MISSING and f.name not in ("token_ids", "log_probs")
 }
 """What an event leaves out: one is packed for every token of every request."""
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """The way back of one request."""
+
+    sender: Any
+    """Triton's response sender."""
+    sent: int = 0
+
+
+def merge(batch: Iterable[tuple[Outgoing, Event]]) -> list[tuple[Outgoing, Event]]:
+    """Tokens of one request that wait together become one event, so that a sender that lags behind catches up."""
+    merged: list[tuple[Outgoing, Event]] = []
+    last: dict[Outgoing, int] = {}
+    for outgoing, event in batch:
+        place = last.setdefault(outgoing, len(merged))
+        if place == len(merged):
+            merged.append((outgoing, event))
+            continue
+        former = merged[place][1]
+        if former.kind == "tokens" and event.kind in ("tokens", "finished"):
+            token_ids, log_probs = [*former.token_ids, *event.token_ids], [*former.log_probs, *event.log_probs]
+            merged[place] = outgoing, replace(event, token_ids=token_ids, log_probs=log_probs)
+        else:
+            last[outgoing] = len(merged)
+            merged.append((outgoing, event))
+    return merged
 
 
 def pack_event(event: Event) -> bytes:

