@@ -35,7 +35,7 @@ loadtest: setup
 	  $(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --users $(USERS) --run-time $(SECONDS)s
 
 bench: setup
-	@$(BIN)/python -m irminsul_backend.bench
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m irminsul_backend.bench
 
 lint: setup
 	$(BIN)/ruff check .
