@@ -38,11 +38,8 @@ NOISE = (
     "Failed to initialize NVML",
     "DCGM unable to start",
     "The previous sequence did not end before this sequence start",
-    "Non-graceful termination detected",
-    "Signal (15) received",
 )
-"""What the server logs as warnings and errors on a machine without a GPU, on a second START (the client is told), and
-while it stops."""
+"""What the server logs as warnings and errors on a machine without a GPU, and on a second START (clients are told)."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,7 @@ class Server:
         self.shm_prefix = shm_prefix
         self.log: deque[str] = deque(maxlen=LOG_LINES)
         self._verbose = verbose
+        self._stopping = False
         self._reader = threading.Thread(target=self._read_log, name="irminsul-server-log", daemon=True)
         self._reader.start()
 
@@ -119,6 +117,7 @@ class Server:
 
     def stop(self) -> None:
         """End the server and wait until its processes, ports and shared memory are gone. Safe to call again."""
+        self._stopping = True
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
@@ -133,7 +132,8 @@ class Server:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line.rstrip("\n"))
-            if self._verbose or not any(text in line for text in NOISE):
+            # While it stops it only tells of sessions that were left open, which is no one's concern any more.
+            if self._verbose or not (self._stopping or any(text in line for text in NOISE)):
                 sys.stderr.write(line)
                 sys.stderr.flush()
 
