@@ -39,7 +39,7 @@ bench: setup
 
 lint: setup
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --exclude '*.md' .
 	$(BIN)/mypy
 
 clean:
