@@ -1,4 +1,4 @@
-"""Cutting token ids into chunks by their content, and fingerprinting the chunks (DESIGN section 3)."""
+"""Cutting token ids into chunks by their content, and fingerprinting the chunks."""
 
 from irminsul_backend.chunking.cutting import cut, recut
 from irminsul_backend.chunking.fingerprints import fingerprint
