@@ -72,7 +72,7 @@ class Bench:
             "met": statistics.median(ratios) >= 8,
         }
 
-    def stream(self, repeats: int = 5, tokens: int = 200) -> dict[str, Any]:
+    def stream(self, repeats: int = 20, tokens: int = 60) -> dict[str, Any]:
         """Time per streamed token through gRPC and the ensemble, against the same engine in this process."""
         engine = Engine.from_config(ServerConfig(capacity_tokens=4096))
         engine.start()

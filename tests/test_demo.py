@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -24,7 +25,11 @@ def test_every_turn_changes_header_order_and_old_results() -> None:
 @pytest.mark.server
 def test_the_demo_runs() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "irminsul_backend.cli", "demo"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "irminsul_backend.cli", "demo"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "COLUMNS": "120"},
     )
     assert run.returncode == 0, run.stderr
     rows = [line.split("│") for line in run.stdout.splitlines() if line.startswith("│")]
