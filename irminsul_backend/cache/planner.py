@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from irminsul_backend.cache.registry import Registry
+from irminsul_backend.cache.registry import Place, Registry
 from irminsul_backend.cache.sequence import CachedSequence
 
 SINK_TOKENS = 32
@@ -50,7 +50,9 @@ def plan(
             chunks found anywhere).
         extension: grow a found chunk left and right while the ids stay equal.
         min_segment: shorter finds are computed instead.
-        also_try: further donors for the prefix (the session's last sequence).
+        also_try: donors to ask before the registry (the session's last sequence). Its copy of a chunk most often has the
+            same text around it, so that one long segment serves where the latest copies of other sessions would give
+            several.
     """
     if reuse == "off":
         return []
@@ -77,12 +79,14 @@ def plan(
         if extension and former is not None:
             found = _resumed(token_ids, cursor, min(end + min_segment, last), former, min_segment)
         if found is None:
-            found = _anchor(registry, namespace, token_ids, int(fingerprints[at]), chunk_start, start, end)
+            places = _places(registry, namespace, int(fingerprints[at]), also_try)
+            anchors = [_checked(token_ids, start, end, p.donor, p.offset + start - chunk_start) for p in places]
+            found = _longest(token_ids, anchors, cursor, last if extension else 0)
+        elif extension:
+            found = _extended(token_ids, found, cursor, last)
         at += 1
         if found is None:
             continue
-        if extension:
-            found = _extended(token_ids, found, cursor, last)
         joined = former is not None and former.end == found.start and _same_line(former, found) and not former.exact
         if found.end - found.start < min_segment and not joined:
             continue
@@ -125,13 +129,24 @@ def _resumed(token_ids: np.ndarray, start: int, end: int, former: Segment, least
     return Segment(start + int(first), start + int(after), donor, start + int(first) - shift, False)
 
 
-def _anchor(
-    registry: Registry, namespace: str, token_ids: np.ndarray, fingerprint: int, chunk_start: int, start: int, end: int
-) -> Segment | None:
+def _places(
+    registry: Registry, namespace: str, fingerprint: int, also_try: Sequence[CachedSequence]
+) -> Iterator[Place]:
+    """Where the chunk may lie: its first place in each donor of `also_try`, then the registry's latest copy."""
+    for donor in also_try:
+        same = donor.fingerprints == np.uint64(fingerprint)
+        at = int(same.argmax()) if len(same) else 0
+        if len(same) and same[at]:
+            yield Place(donor, int(donor.chunk_ends[at - 1]) if at else 0)
     place = registry.find_chunk(namespace, fingerprint)
-    if place is None:
-        return None
-    return _checked(token_ids, start, end, place.donor, place.offset + start - chunk_start)
+    if place is not None and place.donor not in also_try:
+        yield place
+
+
+def _longest(token_ids: np.ndarray, anchors: Sequence[Segment | None], cursor: int, last: int) -> Segment | None:
+    """The anchor that grows longest (the first of equal ones); they stay as they are where `last` is 0."""
+    found = [_extended(token_ids, a, cursor, last) if last else a for a in anchors if a is not None]
+    return max(found, key=lambda s: s.end - s.start, default=None)
 
 
 def _checked(token_ids: np.ndarray, start: int, end: int, donor: CachedSequence, donor_start: int) -> Segment | None:
