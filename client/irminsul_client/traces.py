@@ -39,7 +39,7 @@ def read_trace(path: str | Path) -> Iterator[TraceSession]:
     path = Path(path)
     number = 0
     try:
-        with _open_text(path) as lines:
+        with open_lines(path) as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield parse_session(line, f"{path}, line {number}")
@@ -51,7 +51,8 @@ def read_trace(path: str | Path) -> Iterator[TraceSession]:
         raise TraceError(f"{path}, after line {number}: the text is not UTF-8 ({error})") from error
 
 
-def _open_text(path: Path) -> TextIO:
+def open_lines(path: Path) -> TextIO:
+    """The text of a plain, ``.gz`` or ``.zst`` file, line by line; what reading raises is listed in `read_trace`."""
     if path.name.endswith(".zst"):
         return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding="utf-8", newline="\n")
     if path.name.endswith(".gz"):
@@ -102,6 +103,11 @@ def parse_session(line: str, where: str) -> TraceSession:
         row = json.loads(line)
     except ValueError as error:
         raise TraceError(f"{where}: not JSON ({error})") from error
+    return session_from_row(row, where)
+
+
+def session_from_row(row: Any, where: str) -> TraceSession:
+    """As `parse_session`, for a line whose JSON is already read."""
     if not isinstance(row, dict):
         raise TraceError(f"{where}: not an object with session_id and turns")
     session_id, turns = row.get("session_id"), row.get("turns")
