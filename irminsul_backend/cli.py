@@ -1,4 +1,4 @@
-"""The `irminsul` command: serve, demo, and the client's generate and replay."""
+"""The `irminsul` command: serve, demo, analyze, and the client's generate and replay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from irminsul_client import cli as client_cli
+from irminsul_client.errors import IrminsulClientError
 
 from irminsul_backend import __version__
+from irminsul_backend.analysis import command as analysis_command
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import IrminsulError
 
@@ -40,11 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_serve(subparsers.add_parser("serve", help="start the server"))
     demo = subparsers.add_parser("demo", help="see an agent session with and without content reuse")
     demo.set_defaults(func=_demo)
+    analysis_command.add_arguments(
+        subparsers.add_parser("analyze", help="what content reuse would save on recorded prompts, and why prefixes break")
+    )
     client_cli.add_commands(subparsers)
     args = parser.parse_args(argv)
     try:
         return int(args.func(args) or 0)
-    except IrminsulError as error:
+    except (IrminsulError, IrminsulClientError) as error:
         print(f"irminsul: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,6 +26,9 @@ from irminsul_backend.model import MLAModel, load_model
 from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
 
 log = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 10.0
+"""Least time between two integrity checks of an idle engine; one takes milliseconds that a request would wait."""
 
 
 class Engine:
@@ -50,6 +54,7 @@ class Engine:
         self._blocked = False  # the head of the queue did not fit; nothing has ended since
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
+        self._next_check = 0.0
         self._thread = threading.Thread(target=self._run, name="irminsul-engine", daemon=True)
 
     @classmethod
@@ -169,8 +174,10 @@ class Engine:
 
     def _take_inbox(self) -> None:
         idle = not self._waiting and not self._running
-        if idle and self._inbox.empty() and self._integrity():
-            self._start_afresh("the cache contradicted itself")
+        if idle and self._inbox.empty() and time.monotonic() > self._next_check:
+            if self._integrity():
+                self._start_afresh("the cache contradicted itself")
+            self._next_check = time.monotonic() + CHECK_EVERY_S
         try:
             while True:
                 self._inbox.get(block=idle)()
