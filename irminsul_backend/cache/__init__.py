@@ -1,9 +1,10 @@
 """The KV cache addressed by content. Knows token ids, slots and positions; knows nothing of models, tensors or text."""
 
+from irminsul_backend.cache.bound import GramBound
 from irminsul_backend.cache.cache import Admission, PICache
 from irminsul_backend.cache.planner import Segment, plan
 from irminsul_backend.cache.registry import Registry
 from irminsul_backend.cache.sequence import CachedSequence
 from irminsul_backend.cache.slots import SlotPool
 
-__all__ = ["Admission", "CachedSequence", "PICache", "Registry", "Segment", "SlotPool", "plan"]
+__all__ = ["Admission", "CachedSequence", "GramBound", "PICache", "Registry", "Segment", "SlotPool", "plan"]

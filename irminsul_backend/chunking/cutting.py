@@ -20,8 +20,12 @@ _SYNC_CHUNKS = 16
 
 def mix(ids: np.ndarray) -> np.ndarray:
     """G: a fixed 64-bit mix of each id (the finaliser of SplitMix64). int32 [n] -> uint64 [n]."""
-    z = ids.astype(np.uint64)
-    z += np.uint64(0x9E3779B97F4A7C15)
+    return mix64(ids.astype(np.uint64))
+
+
+def mix64(values: np.ndarray) -> np.ndarray:
+    """The finaliser itself, a permutation of the 64-bit numbers. uint64 [n] -> uint64 [n]."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> np.uint64(27)
@@ -41,6 +45,20 @@ def rolling_hash(ids: np.ndarray, preset: Preset) -> np.ndarray:
         h[k:] += h[:-k] << np.uint64(k * preset.shift)
         k *= 2
     return h
+
+
+def gram_hashes(ids: np.ndarray, gram: int) -> np.ndarray:
+    """A 64-bit hash of every run of `gram` ids (a power of two), by its first id. int32 [n] -> uint64 [n - gram + 1].
+
+    Polynomial in an odd base, so that all 64 bits depend on all ids; doubling as in :func:`rolling_hash`.
+    """
+    if gram & (gram - 1):
+        raise ValueError(f"gram is {gram}; it must be a power of two")
+    h, base, k = mix(ids), 0x9E3779B97F4A7C15, 1
+    while k < gram and k < len(h):
+        h = h[:-k] * np.uint64(base) + h[k:]
+        base, k = base * base % 2**64, 2 * k
+    return mix64(h) if k == gram else h[:0]
 
 
 def cut(ids: np.ndarray, preset: Preset, edges: np.ndarray | None = None) -> np.ndarray:
