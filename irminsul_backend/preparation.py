@@ -88,7 +88,7 @@ class PromptPreparer:
         else:
             ends = recut(previous.ids, previous.ends, prompt.ids, self._preset, prompt.edges, previous.edges)
         self.sessions.remember(session_id, CutPrompt(prompt.ids, prompt.edges, ends))
-        return Prepared(prompt.ids, ends, fingerprint(prompt.ids, ends, request.namespace), request)
+        return Prepared(prompt.ids, ends, fingerprint(prompt.ids, ends, request.namespace, self._preset.gram), request)
 
     def _read_prompt(self, values: RequestFields) -> tuple[Encoded, str | None]:
         """The prompt's ids and edges, and its text unless it came as ids."""

@@ -302,7 +302,7 @@ class TestModelFolder:
             PromptPreparer(ServerConfig(model=str(folder)))
 
     def test_an_unknown_preset(self, folder: Path) -> None:
-        with pytest.raises(ServerStartError, match=r"IRMINSUL_PRESET='big' is unknown; .*'default', 'paper'"):
+        with pytest.raises(ServerStartError, match=r"IRMINSUL_PRESET='big' is unknown; .*'default', 'grams', 'paper'"):
             PromptPreparer(ServerConfig(model=str(folder), preset="big"))
 
 

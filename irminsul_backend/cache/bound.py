@@ -9,7 +9,7 @@ from irminsul_backend.chunking import gram_hashes
 
 
 class GramBound:
-    """Remembers the 64-bit hash of every run of `gram` ids. A collision (1 in 2^64 a pair) would only raise the bound."""
+    """Remembers the 64-bit hash of every run of `gram` ids. A collision (1 in 2^64 a pair) only raises the bound."""
 
     def __init__(self, gram: int = 32) -> None:
         """gram: length of the shortest run worth reusing; a power of two."""

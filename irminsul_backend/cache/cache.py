@@ -11,6 +11,7 @@ from irminsul_backend.cache.planner import Segment, plan
 from irminsul_backend.cache.registry import Registry
 from irminsul_backend.cache.sequence import CachedSequence
 from irminsul_backend.cache.slots import SlotPool
+from irminsul_backend.chunking import Preset
 from irminsul_backend.errors import CapacityError
 
 METADATA_FACTOR = 4
@@ -31,11 +32,10 @@ class PICache:
     evicted). Slots are held by sequences alone, running or idle, once per place that names them.
     """
 
-    def __init__(self, capacity: int, *, extension: bool, min_segment: int) -> None:
+    def __init__(self, capacity: int, preset: Preset) -> None:
         self.pool = SlotPool(capacity)
-        self.registry = Registry()
-        self._extension = extension
-        self._min_segment = min_segment
+        self.registry = Registry(preset.s1_window)
+        self._preset = preset
         self._running: set[CachedSequence] = set()
         self._idle: OrderedDict[CachedSequence, None] = OrderedDict()  # least recently used first
         self._idle_tokens = 0
@@ -74,8 +74,9 @@ class PICache:
             chunk_ends,
             fingerprints,
             reuse=reuse,
-            extension=self._extension,
-            min_segment=self._min_segment,
+            extension=self._preset.extension,
+            min_segment=self._preset.min_segment,
+            gram=self._preset.gram,
             also_try=[known] if known else [],
         )
         slots = np.empty(size, np.int32)
@@ -103,7 +104,9 @@ class PICache:
         ids = np.empty(size, np.int32)
         ids[:n] = token_ids
         holes = positions[positions < n]
-        sequence = CachedSequence(namespace, session_id, ids, slots, generation, chunk_ends, fingerprints)
+        sequence = CachedSequence(
+            namespace, session_id, ids, slots, generation, chunk_ends, fingerprints, gram=self._preset.gram
+        )
         self._running.add(sequence)
         self.advance(sequence, int(holes[0]))
         self._drop_superseded(segments)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from irminsul_backend.cache.registry import Place, Registry
+from irminsul_backend.cache.registry import Place, Registry, s1_windows
 from irminsul_backend.cache.sequence import CachedSequence
+from irminsul_backend.chunking import chunk_starts
 
 SINK_TOKENS = 32
 """Positions below this hold the attention sink: never reused by content, neither from there nor there."""
@@ -39,6 +40,7 @@ def plan(
     reuse: str,
     extension: bool,
     min_segment: int,
+    gram: int = 0,
     also_try: Sequence[CachedSequence] = (),
 ) -> list[Segment]:
     """Segments in order of position, never overlapping, never holding the last token.
@@ -50,8 +52,9 @@ def plan(
             chunks found anywhere).
         extension: grow a found chunk left and right while the ids stay equal.
         min_segment: shorter finds are computed instead.
-        also_try: donors to ask before the registry (the session's last sequence). Its copy of a chunk most often has the
-            same text around it, so that one long segment serves where the latest copies of other sessions would give
+        gram: ids that a fingerprint covers, up to its chunk's end; 0 = the chunk.
+        also_try: donors to ask before the registry (the session's last sequence). Its copy of a chunk most often has
+            the same text around it, so that one long segment serves where other sessions' latest copies would give
             several.
     """
     if reuse == "off":
@@ -68,22 +71,24 @@ def plan(
 
     cursor = max(prefix, SINK_TOKENS)
     former = segments[-1] if segments else None
-    ends = chunk_ends.tolist()
+    ends, starts = chunk_ends.tolist(), chunk_starts(chunk_ends, gram).tolist()
     at = int(np.searchsorted(chunk_ends, cursor, side="right"))
     while at < len(ends):
-        chunk_start = ends[at - 1] if at else 0
-        start, end = max(cursor, chunk_start), min(ends[at], last)
-        if start >= end:
+        start, end = starts[at], min(ends[at], last)
+        if max(cursor, start) >= end:
             break
         found = None
         if extension and former is not None:
             found = _resumed(token_ids, cursor, min(end + min_segment, last), former, min_segment)
-        if found is None:
-            places = _places(registry, namespace, int(fingerprints[at]), also_try)
-            anchors = [_checked(token_ids, start, end, p.donor, p.offset + start - chunk_start) for p in places]
-            found = _longest(token_ids, anchors, cursor, last if extension else 0)
-        elif extension:
+        if found is not None:
             found = _extended(token_ids, found, cursor, last)
+        else:
+            probes = [(start, end, int(fingerprints[at]))]
+            found = _probe(registry, namespace, token_ids, probes, cursor, last, extension, also_try)
+        if found is None and registry.s1_window:
+            windows = s1_windows(token_ids, start, end, registry.s1_window, namespace)
+            probes = [(begin, begin + registry.s1_window, key) for begin, key in windows]
+            found = _probe(registry, namespace, token_ids, probes, cursor, last, extension, also_try)
         at += 1
         if found is None:
             continue
@@ -95,7 +100,8 @@ def plan(
         else:
             segments.append(found)
         former, cursor = segments[-1], found.end
-        at = max(at, int(np.searchsorted(chunk_ends, cursor, side="right")))
+        # with windows the rest of this chunk is still to be looked at
+        at = max(at - bool(registry.s1_window), int(np.searchsorted(chunk_ends, cursor, side="right")))
     return segments
 
 
@@ -129,6 +135,29 @@ def _resumed(token_ids: np.ndarray, start: int, end: int, former: Segment, least
     return Segment(start + int(first), start + int(after), donor, start + int(first) - shift, False)
 
 
+def _probe(
+    registry: Registry,
+    namespace: str,
+    token_ids: np.ndarray,
+    probes: Sequence[tuple[int, int, int]],
+    cursor: int,
+    last: int,
+    extension: bool,
+    also_try: Sequence[CachedSequence],
+) -> Segment | None:
+    """Look up (start, end, fingerprint) one after the other; of the first one's places take what grows longest."""
+    for start, end, fingerprint in probes:
+        begin = max(start, cursor)
+        if begin >= end:
+            continue
+        places = _places(registry, namespace, fingerprint, also_try)
+        anchors = [_checked(token_ids, begin, end, p.donor, p.offset + begin - start) for p in places]
+        found = [_extended(token_ids, a, cursor, last) if extension else a for a in anchors if a is not None]
+        if found:
+            return max(found, key=lambda s: s.end - s.start)
+    return None
+
+
 def _places(
     registry: Registry, namespace: str, fingerprint: int, also_try: Sequence[CachedSequence]
 ) -> Iterator[Place]:
@@ -137,16 +166,10 @@ def _places(
         same = donor.fingerprints == np.uint64(fingerprint)
         at = int(same.argmax()) if len(same) else 0
         if len(same) and same[at]:
-            yield Place(donor, int(donor.chunk_ends[at - 1]) if at else 0)
+            yield Place(donor, int(donor.chunk_starts[at]))
     place = registry.find_chunk(namespace, fingerprint)
     if place is not None and place.donor not in also_try:
         yield place
-
-
-def _longest(token_ids: np.ndarray, anchors: Sequence[Segment | None], cursor: int, last: int) -> Segment | None:
-    """The anchor that grows longest (the first of equal ones); they stay as they are where `last` is 0."""
-    found = [_extended(token_ids, a, cursor, last) if last else a for a in anchors if a is not None]
-    return max(found, key=lambda s: s.end - s.start, default=None)
 
 
 def _checked(token_ids: np.ndarray, start: int, end: int, donor: CachedSequence, donor_start: int) -> Segment | None:

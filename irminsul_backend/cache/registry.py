@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from irminsul_backend.cache.sequence import CachedSequence
+from irminsul_backend.chunking import fingerprint
 
 PREFIX_BLOCK = 16
 """Granularity at which whole prefixes are known, in tokens from position 0; the planner goes on token by token."""
@@ -30,7 +31,9 @@ class _Index(NamedTuple):
 class Registry:
     """Latest copy wins between sequences; inside one sequence the first occurrence stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, s1_window: int = 0) -> None:
+        """s1_window: also register the windows of this length in longer chunks (``Preset.s1_window``)."""
+        self.s1_window = s1_window
         self._namespaces: dict[str, _Index] = {}
 
     def __len__(self) -> int:
@@ -49,14 +52,22 @@ class Registry:
             if known is None or sequence.exact_length >= end or known.exact_length < end:
                 index.prefix[key] = sequence
         until = int(np.searchsorted(sequence.chunk_ends, sequence.length, side="right"))
-        starts = np.concatenate(([0], sequence.chunk_ends))[sequence.num_published : until].tolist()
-        prints = sequence.fingerprints[sequence.num_published : until].tolist()
-        for start, fingerprint in zip(starts, prints, strict=True):
-            place = index.content.get(fingerprint)
-            if place is None or place.donor is not sequence:
-                index.content[fingerprint] = Place(sequence, start)
-                sequence.content_keys.append(fingerprint)
+        new = slice(sequence.num_published, until)
+        starts, prints = sequence.chunk_starts[new].tolist(), sequence.fingerprints[new].tolist()
+        for start, key in zip(starts, prints, strict=True):
+            self._put_content(index, sequence, start, key)
+        if self.s1_window:
+            for start, end in zip(starts, sequence.chunk_ends[new].tolist(), strict=True):
+                windows = s1_windows(sequence.token_ids, start, end, self.s1_window, sequence.namespace)
+                for at, key in windows:
+                    self._put_content(index, sequence, at, key)
         sequence.num_published = until
+
+    def _put_content(self, index: _Index, sequence: CachedSequence, start: int, key: int) -> None:
+        place = index.content.get(key)
+        if place is None or place.donor is not sequence:
+            index.content[key] = Place(sequence, start)
+            sequence.content_keys.append(key)
 
     def forget(self, sequence: CachedSequence) -> None:
         """Remove every entry that names the sequence."""
@@ -91,6 +102,15 @@ class Registry:
         for name, index in self._namespaces.items():
             yield from ((name, place.donor, place.offset) for place in index.content.values())
             yield from ((name, donor, 0) for donor in index.prefix.values())
+
+
+def s1_windows(token_ids: np.ndarray, start: int, end: int, window: int, namespace: str) -> list[tuple[int, int]]:
+    """(first position, fingerprint) of the whole windows of `window` ids in the chunk [start, end), if it is longer."""
+    stops = np.arange(start + window, end + 1, window)
+    if end - start <= window:
+        return []
+    prints = fingerprint(token_ids[start:end], stops - start, namespace)
+    return list(zip((stops - window).tolist(), prints.tolist(), strict=True))
 
 
 def _block_keys(token_ids: np.ndarray, chain: int) -> Iterator[int]:

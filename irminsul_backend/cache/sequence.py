@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from irminsul_backend.chunking import chunk_starts
+
 
 @dataclass(eq=False)
 class CachedSequence:
@@ -28,6 +30,8 @@ class CachedSequence:
     """int32 [chunks]"""
     fingerprints: np.ndarray
     """uint64 [chunks]"""
+    gram: int = 0
+    """Ids that each fingerprint covers, up to its chunk's end; 0 = the chunk (``Preset.gram``)."""
     length: int = 0
     running: bool = True
     num_published: int = 0
@@ -41,6 +45,11 @@ class CachedSequence:
     def __post_init__(self) -> None:
         inexact = self.generation > 0
         self.first_inexact = int(inexact.argmax()) if inexact.any() else len(inexact)
+
+    @property
+    def chunk_starts(self) -> np.ndarray:
+        """int64 [chunks], where what each fingerprint covers begins."""
+        return chunk_starts(self.chunk_ends, self.gram)
 
     @property
     def exact_length(self) -> int:

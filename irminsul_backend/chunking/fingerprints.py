@@ -6,8 +6,14 @@ import numpy as np
 import xxhash
 
 
-def fingerprint(ids: np.ndarray, ends: np.ndarray, namespace: str) -> np.ndarray:
-    """Fingerprint each chunk of `ids`.
+def chunk_starts(ends: np.ndarray, gram: int = 0) -> np.ndarray:
+    """Where what each fingerprint covers begins: at the former chunk's end, or `gram` ids before its own. int64 [m]."""
+    ends = np.asarray(ends, dtype=np.int64)
+    return np.maximum(ends - gram, 0) if gram else np.concatenate(([0], ends[:-1]))[: len(ends)]
+
+
+def fingerprint(ids: np.ndarray, ends: np.ndarray, namespace: str, gram: int = 0) -> np.ndarray:
+    """Fingerprint each chunk of `ids`, or the `gram` ids before each end.
 
     Args:
         ids: int32 [n].
@@ -20,7 +26,8 @@ def fingerprint(ids: np.ndarray, ends: np.ndarray, namespace: str) -> np.ndarray
     seed = xxhash.xxh64_intdigest(namespace.encode())
     digest = xxhash.xxh64_intdigest
     data = np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).data
+    starts = (chunk_starts(ends, gram) * 4).tolist()
     stops = (np.asarray(ends, dtype=np.int64) * 4).tolist()
     return np.fromiter(
-        (digest(data[a:b], seed) for a, b in zip([0, *stops], stops, strict=False)), dtype=np.uint64, count=len(stops)
+        (digest(data[a:b], seed) for a, b in zip(starts, stops, strict=True)), dtype=np.uint64, count=len(stops)
     )

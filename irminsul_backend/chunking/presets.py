@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,11 @@ class Preset:
     """Whether a hit grows left and right by comparing ids."""
     min_segment: int
     """A reused run shorter than this is computed instead."""
-    s1_window: int
+    s1_window: int = 0
     """Length of the windows in which a missed chunk is looked up again (paper, S1); 0 = off."""
+    gram: int = 0
+    """If set, a cut is known by the `gram` ids before it instead of by the whole chunk, so that what is found does not
+    depend on where the cut before it lies. 0 = chunks."""
 
     def __post_init__(self) -> None:
         if self.window * self.shift != 64 or self.window & (self.window - 1):
@@ -45,10 +48,15 @@ class Preset:
         return (1 << 64) // (self.mean - self.minimum + 1)
 
 
+_PAPER = Preset("paper", 64, 1, 128, 32, 512, structure_cuts=False, extension=False, min_segment=1)
+
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("paper", 64, 1, 128, 32, 512, structure_cuts=False, extension=False, min_segment=1, s1_window=128),
-        Preset("default", 16, 4, 64, 16, 256, structure_cuts=True, extension=True, min_segment=32, s1_window=0),
+        _PAPER,
+        replace(_PAPER, name="paper+s1", s1_window=128),
+        replace(_PAPER, name="paper+extension", extension=True, min_segment=32),
+        Preset("default", 16, 4, 48, 16, 256, structure_cuts=True, extension=True, min_segment=32),
+        Preset("grams", 32, 2, 32, 8, 256, structure_cuts=False, extension=True, min_segment=32, gram=32),
     )
 }

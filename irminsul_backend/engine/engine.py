@@ -42,7 +42,7 @@ class Engine:
     def __init__(
         self, model: MLAModel, capacity: int, preset: Preset, *, max_batch_tokens: int = 1024, max_running: int = 64
     ) -> None:
-        self.cache = PICache(capacity, extension=preset.extension, min_segment=preset.min_segment)
+        self.cache = PICache(capacity, preset)
         self.runner = ModelRunner(model, capacity)
         self._preset = preset
         self._max_batch_tokens = max_batch_tokens
@@ -189,9 +189,7 @@ class Engine:
         """Give up every running request and every cached row: after a fault nothing cached is trusted."""
         self._counters["cache_resets"] += 1
         running, self._running = self._running, []
-        self.cache = PICache(
-            self.cache.pool.capacity, extension=self._preset.extension, min_segment=self._preset.min_segment
-        )
+        self.cache = PICache(self.cache.pool.capacity, self._preset)
         self._blocked = False
         for sequence in running:
             if self._live.pop(sequence.request.key, None) is not None:
@@ -324,10 +322,9 @@ class Engine:
             written = sequence.chunk_ends <= cached.length
             ends, prints = sequence.chunk_ends[written], sequence.fingerprints[written]
             if cached.length > n:
-                answer = cached.token_ids[n : cached.length]
-                answer_ends = cut(answer, self._preset, None)
-                ends = np.concatenate((ends, n + answer_ends)).astype(np.int32)
-                prints = np.concatenate((prints, fingerprint(answer, answer_ends, cached.namespace)))
+                answer_ends = n + cut(cached.token_ids[n : cached.length], self._preset, None)
+                ends = np.concatenate((ends, answer_ends)).astype(np.int32)
+                prints = fingerprint(cached.token_ids[: cached.length], ends, cached.namespace, self._preset.gram)
             self.cache.retire(cached, ends, prints)
             for source in ("exact", "shifted", "computed"):
                 self._counters[f"{source}_tokens"] += getattr(usage, f"{source}_tokens")

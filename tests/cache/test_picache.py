@@ -36,7 +36,7 @@ def finish(cache: PICache, admission: Admission, length: int) -> None:
 
 
 def new_cache(capacity: int) -> PICache:
-    return PICache(capacity, extension=True, min_segment=PRESET.min_segment)
+    return PICache(capacity, PRESET)
 
 
 class Histories(RuleBasedStateMachine):

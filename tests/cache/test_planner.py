@@ -15,7 +15,8 @@ NAMESPACE = "n"
 
 
 def donor(registry: Registry, ids: np.ndarray, preset: str, length: int | None = None) -> CachedSequence:
-    ends = cut(ids, PRESETS[preset], None)
+    p = PRESETS[preset]
+    ends = cut(ids, p, None)
     sequence = CachedSequence(
         NAMESPACE,
         "",
@@ -23,7 +24,8 @@ def donor(registry: Registry, ids: np.ndarray, preset: str, length: int | None =
         np.arange(len(ids), dtype=np.int32),
         np.zeros(len(ids), np.int16),
         ends,
-        fingerprint(ids, ends, NAMESPACE),
+        fingerprint(ids, ends, NAMESPACE, p.gram),
+        gram=p.gram,
         length=len(ids) if length is None else length,
     )
     registry.publish(sequence)
@@ -33,8 +35,18 @@ def donor(registry: Registry, ids: np.ndarray, preset: str, length: int | None =
 def planned(registry: Registry, ids: np.ndarray, preset: str, reuse: str = "content", prints=None):
     p = PRESETS[preset]
     ends = cut(ids, p, None)
-    prints = fingerprint(ids, ends, NAMESPACE) if prints is None else prints[: len(ends)]
-    return plan(registry, NAMESPACE, ids, ends, prints, reuse=reuse, extension=p.extension, min_segment=p.min_segment)
+    prints = fingerprint(ids, ends, NAMESPACE, p.gram) if prints is None else prints[: len(ends)]
+    return plan(
+        registry,
+        NAMESPACE,
+        ids,
+        ends,
+        prints,
+        reuse=reuse,
+        extension=p.extension,
+        min_segment=p.min_segment,
+        gram=p.gram,
+    )
 
 
 def check(segments, ids: np.ndarray) -> None:
@@ -62,13 +74,13 @@ tokens = st.one_of(
 @given(
     st.lists(tokens, min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(1, 200)), min_size=1, max_size=6),
-    st.sampled_from(["paper", "default"]),
+    st.sampled_from(sorted(PRESETS)),
     st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_any_plan_is_sound(known, cuttings, preset: str, collide: bool) -> None:
     """Prompts cut together from known streams; with `collide` every fingerprint is the same."""
-    registry = Registry()
+    registry = Registry(PRESETS[preset].s1_window)
     streams = [np.array(k, np.int32) for k in known]
     for i, ids in enumerate(streams):
         donor(registry, ids, preset, length=max(1, len(ids) - 7 * i))
@@ -76,7 +88,7 @@ def test_any_plan_is_sound(known, cuttings, preset: str, collide: bool) -> None:
     prompt = prompt.astype(np.int32)
     prints = np.full(len(prompt), 5, np.uint64) if collide else None
     if collide:
-        registry = Registry()
+        registry = Registry(PRESETS[preset].s1_window)
         for ids in streams:
             sequence = donor(Registry(), ids, preset)
             sequence.fingerprints = np.full(len(sequence.chunk_ends), 5, np.uint64)
@@ -141,10 +153,10 @@ def test_short_finds_are_computed() -> None:
     assert not planned(registry, prompt, "default")
 
 
-@pytest.mark.parametrize("preset", ["paper", "default"])
+@pytest.mark.parametrize("preset", ["paper", "paper+s1", "default"])
 def test_all_equal_and_periodic_text(preset: str) -> None:
     for ids in (np.zeros(3000, np.int32), np.tile(np.arange(7, dtype=np.int32), 500)):
-        registry = Registry()
+        registry = Registry(PRESETS[preset].s1_window)
         donor(registry, ids, preset)
         prompt = np.concatenate([np.full(40, 9999), ids]).astype(np.int32)
         segments = planned(registry, prompt, preset)

@@ -94,7 +94,9 @@ class Harness:
         edges = np.cumsum([0, *map(len, parts[:-1])]).astype(np.int32)
         ends = cut(ids, self.preset, edges)
         namespace = json.dumps(["salt", salt])
-        prints = fingerprint(ids, ends, namespace) if fingerprints is None else fingerprints[: len(ends)]
+        prints = (
+            fingerprint(ids, ends, namespace, self.preset.gram) if fingerprints is None else fingerprints[: len(ends)]
+        )
         sampling = fields.pop("sampling", {})
         pending = Pending(f"request-{next(self._keys)}")
         request = GenerationRequest(

@@ -210,7 +210,7 @@ def test_the_attention_sink_is_not_reused_by_content(served, text: Text) -> None
     assert lines(moved_down)[0][0] >= 32
 
 
-@pytest.mark.parametrize("preset", ["paper", "default"])
+@pytest.mark.parametrize("preset", ["paper", "paper+s1", "paper+extension", "default", "grams"])
 def test_random_edits(harness, text: Text, rng: np.random.Generator, preset: str) -> None:
     served = harness("one", preset=preset)
     pieces = [text(int(n)) for n in rng.integers(3, 300, 12)]
