@@ -21,6 +21,9 @@ from irminsul_backend.text import ChatTemplate, Encoded, Tokenizer
 from irminsul_backend.text.folder import read_json
 from irminsul_backend.text.messages import parse_messages, parse_tools
 
+CUT_MARKER = "<|irminsul_cut|>"
+"""Written into a prompt's text or messages it forces a cut there, so that what it encloses is found as a unit wherever it
+stands (paper, S2). It costs no tokens: it is taken out, and the text on either side is tokenised by itself."""
 PROMPT_FIELDS = ("text_input", "messages", "input_ids")
 
 
@@ -106,10 +109,22 @@ class PromptPreparer:
         text = self._render(values) if "messages" in values else values.text("text_input") or ""
         if not text:
             raise InvalidRequestError(f"the prompt is empty ({given[0]}); it must hold at least one token")
-        prompt = self.tokenizer.encode(text, add_bos="text_input" in values)
+        prompt = self._encode(text, add_bos="text_input" in values)
+        text = text.replace(CUT_MARKER, "")
         if not len(prompt.ids):
             raise InvalidRequestError(f"the prompt is empty: the tokenizer makes no token of this {given[0]}")
         return prompt, text
+
+    def _encode(self, text: str, add_bos: bool) -> Encoded:
+        """Ids and the edges at which this preset cuts: markers, and structure if it uses that."""
+        pieces = text.split(CUT_MARKER)
+        encoded = [self.tokenizer.encode(piece, add_bos=add_bos and i == 0) for i, piece in enumerate(pieces)]
+        ids = np.concatenate([e.ids for e in encoded]) if len(encoded) > 1 else encoded[0].ids
+        marks = np.cumsum([len(e.ids) for e in encoded[:-1]]).astype(np.int32)
+        return Encoded(ids, np.union1d(marks, self._structure(ids)).astype(np.int32))
+
+    def _structure(self, ids: np.ndarray) -> np.ndarray:
+        return self.tokenizer.edges(ids) if self._preset.structure_cuts else np.empty(0, np.int32)
 
     def _render(self, values: RequestFields) -> str:
         messages = parse_messages(values.text("messages") or "")
@@ -142,7 +157,7 @@ class PromptPreparer:
                 f"input_ids[{wrong[0]}] is {ids[wrong[0]]}; the model's ids go from 0 to {self.vocab_size - 1}"
             )
         ids = ids.astype(np.int32)  # a copy: the caller's array may lie in a request's shared memory
-        return Encoded(ids, self.tokenizer.edges(ids))
+        return Encoded(ids, self._structure(ids))
 
     def _read_request(
         self, values: RequestFields, session_id: str, prompt_tokens: int, text: str | None

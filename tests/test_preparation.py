@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.errors import InvalidRequestError, ServerStartError, SessionError, UnsupportedModelError
-from irminsul_backend.preparation import Prepared, PromptPreparer
+from irminsul_backend.preparation import CUT_MARKER, Prepared, PromptPreparer
 from irminsul_backend.protocol import GenerationRequest
 
 LIMIT = 500
@@ -314,3 +314,33 @@ def test_the_chunker_process_needs_no_torch() -> None:
         "print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+class TestCutMarker:
+    """An author's marker forces a cut and is gone before the model sees the prompt."""
+
+    @pytest.mark.parametrize("preset", ["default", "paper"])
+    def test_what_it_encloses_is_a_unit_wherever_it_stands(self, preset: str) -> None:
+        preparer = PromptPreparer(ServerConfig(preset=preset))
+        region = "Shared facts: " + "the harbour opens at six and the ferry leaves at seven. " * 3
+        found = []
+        for before, after in (
+            ("One more thing, said at some length. " * 9, " Ask."),
+            ("Another beginning. " * 12, "?"),
+        ):
+            marked = one_shot(preparer, text_input=f"{before}{CUT_MARKER}{region}{CUT_MARKER}{after}".encode())
+            assert preparer.tokenizer.decode(marked.token_ids) == before + region + after
+            found.append(set(marked.fingerprints.tolist()))
+        assert found[0] & found[1]
+
+    def test_it_works_in_messages_and_is_not_echoed(self, preparer: PromptPreparer) -> None:
+        marked = one_shot(
+            preparer, messages=chat("some words " * 20 + CUT_MARKER + "and others"), exclude_input_in_output=False
+        )
+        plain = one_shot(preparer, messages=chat("some words " * 20 + "and others"), exclude_input_in_output=False)
+        assert marked.request.echo == plain.request.echo
+        assert preparer.tokenizer.decode(marked.token_ids) == preparer.tokenizer.decode(plain.token_ids)
+
+    def test_a_prompt_of_markers_only_is_empty(self, preparer: PromptPreparer) -> None:
+        with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+            one_shot(preparer, text_input=CUT_MARKER.encode() * 3)

@@ -70,12 +70,13 @@ def cut(ids: np.ndarray, preset: Preset, edges: np.ndarray | None = None) -> np.
 
     Args:
         ids: int32 [n].
-        edges: int32 [k], ascending offsets where template structure starts; ignored without `preset.structure_cuts`.
+        edges: int32 [k], ascending offsets where a cut is wanted: a marker, and with `preset.structure_cuts` the
+            template's structure too.
 
     Returns:
         int32 [m]: chunk ends, ascending; the last is n. Empty for an empty prompt.
     """
-    ends, _ = _walk(ids, preset, _inner_edges(edges, len(ids), preset), 0, len(ids), frozenset())
+    ends, _ = _walk(ids, preset, _inner_edges(edges, len(ids)), 0, len(ids), frozenset())
     return np.array(ends, dtype=np.int32)
 
 
@@ -92,7 +93,7 @@ def recut(
     Only the part between the common prefix and the common suffix is hashed and walked, plus a few chunks around it.
     """
     n, n_old = len(ids), len(old_ids)
-    edges, old_edges = _inner_edges(edges, n, preset), _inner_edges(old_edges, n_old, preset)
+    edges, old_edges = _inner_edges(edges, n), _inner_edges(old_edges, n_old)
     delta = n - n_old
 
     # A chunk's end is decided by ids up to `maximum` behind its start, and by edges less than `minimum` beyond those.
@@ -126,8 +127,8 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return first if n and differs[first] else n
 
 
-def _inner_edges(edges: np.ndarray | None, n: int, preset: Preset) -> np.ndarray:
-    if edges is None or not preset.structure_cuts:
+def _inner_edges(edges: np.ndarray | None, n: int) -> np.ndarray:
+    if edges is None:
         return np.empty(0, np.int64)
     return edges[(edges > 0) & (edges < n)].astype(np.int64)
 

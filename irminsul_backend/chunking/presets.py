@@ -19,7 +19,7 @@ class Preset:
     minimum: int
     maximum: int
     structure_cuts: bool
-    """Whether template edges are cuts by themselves."""
+    """Whether the template's edges are cuts; a marker is one in every preset."""
     extension: bool
     """Whether a hit grows left and right by comparing ids."""
     min_segment: int

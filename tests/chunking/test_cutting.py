@@ -36,7 +36,7 @@ def naive_hashes(ids: list[int], preset: Preset) -> list[int]:
 def naive_cut(ids: list[int], preset: Preset, edges: list[int]) -> list[int]:
     """Token by token: the first position that is allowed to end the chunk ends it."""
     n, hashes = len(ids), naive_hashes(ids, preset)
-    inner = [e for e in edges if 0 < e < n] if preset.structure_cuts else []
+    inner = [e for e in edges if 0 < e < n]
     ends, start = [], 0
     for position in range(1, n + 1):
         length = position - start
@@ -135,10 +135,12 @@ class TestCut:
         ids = np.zeros(60, np.int32)
         assert cut(ids, preset, np.array([20, 25, 45], np.int32)).tolist()[:2] == [20, 45]
 
-    def test_the_paper_preset_ignores_edges(self) -> None:
+    @pytest.mark.parametrize("name", sorted(PRESETS))
+    def test_an_edge_is_a_cut_in_every_preset(self, name: str) -> None:
+        """Whether the template's edges are passed is the caller's choice (`structure_cuts`); markers always are."""
         ids = np.random.default_rng(2).integers(0, 1000, 2000).astype(np.int32)
-        preset = PRESETS["paper"]
-        assert (cut(ids, preset, np.arange(40, 2000, 40, dtype=np.int32)) == cut(ids, preset, None)).all()
+        edges = np.array([300, 900, 1500], np.int32)
+        assert set(edges.tolist()) <= set(cut(ids, PRESETS[name], edges).tolist())
 
     @settings(max_examples=60, deadline=None)
     @given(presets, st.integers(0, 700), st.integers(0, 2**32), st.data())

@@ -92,7 +92,7 @@ class Harness:
         parts = ids if isinstance(ids, list) and isinstance(ids[0], np.ndarray) else [np.asarray(ids, np.int32)]
         ids = np.concatenate(parts).astype(np.int32)
         edges = np.cumsum([0, *map(len, parts[:-1])]).astype(np.int32)
-        ends = cut(ids, self.preset, edges)
+        ends = cut(ids, self.preset, edges if self.preset.structure_cuts else None)
         namespace = json.dumps(["salt", salt])
         prints = (
             fingerprint(ids, ends, namespace, self.preset.gram) if fingerprints is None else fingerprints[: len(ends)]
