@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo = subparsers.add_parser("demo", help="see an agent session with and without content reuse")
     demo.set_defaults(func=_demo)
     analysis_command.add_arguments(
-        subparsers.add_parser("analyze", help="what content reuse would save on recorded prompts, and why prefixes break")
+        subparsers.add_parser(
+            "analyze", help="what content reuse would save on recorded prompts, and why prefixes break"
+        )
     )
     client_cli.add_commands(subparsers)
     args = parser.parse_args(argv)

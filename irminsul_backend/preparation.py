@@ -22,8 +22,8 @@ from irminsul_backend.text.folder import read_json
 from irminsul_backend.text.messages import parse_messages, parse_tools
 
 CUT_MARKER = "<|irminsul_cut|>"
-"""Written into a prompt's text or messages it forces a cut there, so that what it encloses is found as a unit wherever it
-stands (paper, S2). It costs no tokens: it is taken out, and the text on either side is tokenised by itself."""
+"""Written into a prompt's text or messages it forces a cut there, so that what it encloses is found as a unit wherever
+it stands (paper, S2). It costs no tokens: it is taken out, and the text on either side is tokenised by itself."""
 PROMPT_FIELDS = ("text_input", "messages", "input_ids")
 
 

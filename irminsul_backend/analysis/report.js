@@ -96,7 +96,7 @@ function timeline(section, result) {
   const button = (whole, words) => h("button", { "aria-pressed": String(chosen.whole === whole), onclick: () => choose({ whole }) }, words);
   fill(section, {}, [
     h("h2", {}, "Source of tokens over time"),
-    h("p", { class: "note" }, "Each column is a prompt or a few in a row, as they came. Click one, or press Enter on it, to see its segments below."),
+    h("p", { class: "note" }, "Each column is " + (result.bins.length && result.bins[0][0] > 1 ? `${num(result.bins[0][0])} prompts in a row` : "a prompt") + ", as they came. Click one, or press Enter on it, to see its segments below."),
     h("div", { class: "tools" }, h("div", { class: "switch", role: "group", "aria-label": "Unit" }, button(true, "Share"), button(false, "Tokens per prompt"))),
   ]);
   if (!result.bins.length) return void section.append(h("p", { class: "soft" }, "No prompts."));
@@ -108,6 +108,7 @@ function timeline(section, result) {
     }, -1);
     if (near >= 0) {
       choose({ prompt: near });
+      document.getElementById("map").focus({ preventScroll: true });
       document.getElementById("prompt").scrollIntoView({ block: "nearest" });
     }
   }));
@@ -270,6 +271,9 @@ function draw() {
   const lead = part("summary");
   lead.className = "lead";
   summary(lead);
+  if (unique("file").length > 1) {
+    page.append(h("h2", { class: "file" }, result.file, h("span", {}, ` ${counted(result.prompts, "prompt")}, scenario ${result.scenario}, preset ${result.preset}`)));
+  }
   timeline(part("time"), result);
   promptMap(part("prompt"), result);
   if (result.causes.length) causes(part("causes"), result);

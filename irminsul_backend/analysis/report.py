@@ -42,7 +42,8 @@ def write_report(
     if not results:
         raise ValueError("a report needs at least one result; none was given")
     data = {"version": __version__, **summarise(results, show_text=show_text)}
-    Path(path).write_text(_page(data, title), encoding="utf-8")
+    # Text that was cut inside a character may hold half a surrogate pair, which UTF-8 cannot.
+    Path(path).write_text(_page(data, title), encoding="utf-8", errors="replace")
 
 
 def _page(data: dict[str, Any], title: str) -> str:
@@ -82,7 +83,7 @@ def _asset(name: str) -> str:
 
 def _inline_json(data: dict[str, Any]) -> str:
     """JSON that cannot end the script element it stands in, whatever strings it holds."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -18,15 +18,19 @@ ALL_BINS = 16_000
 MIN_BINS = 24
 ALL_SEGMENTS = 90_000
 """Segments that are kept of all results together; a prompt counts as `PROMPT_COST` segments more."""
-PROMPT_COST = 4
+PROMPT_COST = 10
 MAX_EXAMPLES = 3
 ALL_EXAMPLES = 2_000
 MAX_PROBLEMS = 100
 ALL_PROBLEMS = 2_000
-MAX_TEXT = 160
+MAX_TEXT = 120
 """Characters of a piece of prompt text."""
+MAX_SESSION = 64
+"""Characters of a session id."""
 MAX_LINE = 300
 """Characters of a cause's advice, a problem, a name."""
+CAUSE_NAMES = {"header": "clock or nonce in the header"}
+"""Words for a cause where its name alone does not say enough."""
 
 
 def summarise(results: Sequence[ReplayResult], *, show_text: bool) -> dict[str, Any]:
@@ -66,7 +70,7 @@ def short_names(files: Iterable[str]) -> dict[str, str]:
 
 
 def bin_prompts(prompts: Sequence[PromptResult], most: int) -> list[list[int]]:
-    """Runs of equally many prompts in replay order, at most `most`: [prompts, tokens, exact, content, computed] each."""
+    """Runs of equally many prompts in order, at most `most`: [prompts, tokens, exact, content, computed] each."""
     size = max(1, -(-len(prompts) // most))
     result = []
     for start in range(0, len(prompts), size):
@@ -138,12 +142,15 @@ def _result(
                 "computed": p.computed,
                 # Flat, as (position, length, δ, 1 if part of the exact prefix): most of the file's bytes are these.
                 "segments": [int(x) for segment in p.segments for x in segment[:4]],
-                "breaks": [[b.position, b.cause, b.lost] for b in breaks.get((p.session, p.turn), [])[:MAX_EXAMPLES]],
+                "breaks": [
+                    [b.position, cause_name(b.cause), b.lost]
+                    for b in breaks.get((p.session, p.turn), [])[:MAX_EXAMPLES]
+                ],
             }
         )
-    shown = {prompts[i]["session"] for i in range(len(prompts))}
+    shown = {p["session"] for p in prompts}
     causes = sorted(result.causes, key=lambda c: -c.lost)
-    data = {
+    return {
         "file": name,
         "scenario": result.scenario,
         "preset": result.preset,
@@ -163,9 +170,12 @@ def _result(
         "capacities": [
             [c.capacity, c.exact, c.content, c.computed] for c in sorted(result.capacities, key=lambda c: c.capacity)
         ],
-        "names": {i: _clip(s, MAX_TEXT) for s, i in sessions.items() if i in shown} if show_text else {},
+        "names": {i: _clip(s, MAX_SESSION) for s, i in sessions.items() if i in shown} if show_text else {},
     }
-    return data
+
+
+def cause_name(name: str) -> str:
+    return CAUSE_NAMES.get(name, name.replace("_", " "))
 
 
 def _cause(
@@ -173,7 +183,7 @@ def _cause(
 ) -> dict[str, Any]:
     dearest = sorted(breaks, key=lambda b: -b.lost)[:examples]
     return {
-        "name": cause.name,
+        "name": cause_name(cause.name),
         "prompts": cause.prompts,
         "lost": cause.lost,
         "advice": _clip(cause.advice, MAX_LINE),
@@ -186,7 +196,7 @@ def _example(b: Break, sessions: dict[str, int], show_text: bool) -> dict[str, A
     example["session"] = sessions.get(b.session, 0)
     if show_text:
         example.update(before=_clip_left(b.before), was=_clip(b.was, MAX_TEXT), now=_clip(b.now, MAX_TEXT))
-        example["name"] = _clip(b.session, MAX_TEXT)
+        example["name"] = _clip(b.session, MAX_SESSION)
     return example
 
 
