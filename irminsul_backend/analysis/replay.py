@@ -1,0 +1,259 @@
+"""Prompts through the real chunker and planner, in an unlimited cache and in caches of given sizes, without a model."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from irminsul_client.traces import Message
+
+from irminsul_backend.analysis.causes import CAUSES, Part, classify, likeness, parts_of
+from irminsul_backend.analysis.results import Break, CapacityPoint, Cause, PromptResult, ReplayResult
+from irminsul_backend.analysis.tokens import Prompt, PromptTokenizer
+from irminsul_backend.cache import CachedSequence, PICache, Registry, Segment, plan
+from irminsul_backend.cache.bound import GramBound
+from irminsul_backend.chunking import Preset, cut, fingerprint
+from irminsul_backend.chunking.cutting import common_prefix
+from irminsul_backend.errors import CapacityError
+
+NAMESPACE = "analysis"
+REMEMBERED_TURNS = 4
+"""Former prompts of a session among which the most similar one is looked for."""
+BATCH = 32
+"""Prompts tokenised at once."""
+CONTEXT_TOKENS = 12
+"""Shown on either side of a break."""
+
+
+class Turn(NamedTuple):
+    """One prompt of a replay, in the order in which they come."""
+
+    session: str
+    turn: int
+    messages: Sequence[Message]
+
+
+class ReuseCount(NamedTuple):
+    exact: int
+    content: int
+    segments: tuple[tuple[int, int, int, bool], ...]
+
+
+def count_reuse(segments: Sequence[Segment]) -> ReuseCount:
+    """Tokens of the exact prefix and beyond it, and the segments as `PromptResult` has them."""
+    exact = sum(s.end - s.start for s in segments if s.exact)
+    content = sum(s.end - s.start for s in segments if not s.exact)
+    return ReuseCount(exact, content, tuple((s.start, s.end - s.start, s.delta, s.exact) for s in segments))
+
+
+class UnlimitedCache:
+    """Every prompt stays a donor, as far as it can still give something. Slots and rows do not exist here."""
+
+    def __init__(self, preset: Preset) -> None:
+        self._preset = preset
+        self._registry = Registry(preset.s1_window)
+        self._last_of_session: dict[str, CachedSequence] = {}
+        self._generation = np.zeros(0, np.int16)
+        self._no_slots = np.empty(0, np.int32)
+
+    def add(self, session: str, ids: np.ndarray, ends: np.ndarray, fingerprints: np.ndarray) -> list[Segment]:
+        """Plan a prompt against all former ones, then keep it."""
+        known = self._last_of_session.get(session)
+        segments = plan(
+            self._registry,
+            NAMESPACE,
+            ids,
+            ends,
+            fingerprints,
+            reuse="content",
+            extension=self._preset.extension,
+            min_segment=self._preset.min_segment,
+            gram=self._preset.gram,
+            also_try=[known] if known else [],
+        )
+        if len(ids) > len(self._generation):
+            self._generation = np.zeros(2 * len(ids), np.int16)
+        sequence = CachedSequence(
+            NAMESPACE,
+            session,
+            ids,
+            self._no_slots,
+            self._generation[: len(ids)],
+            ends,
+            fingerprints,
+            gram=self._preset.gram,
+            length=len(ids),
+        )
+        self._registry.publish(sequence)
+        self._last_of_session[session] = sequence
+        if segments and segments[0].exact and segments[0].end == segments[0].donor.length:
+            self._registry.forget(segments[0].donor)  # it lies whole inside the new one
+        return segments
+
+
+class LimitedCache:
+    """The engine's cache of a given number of slots, with eviction; a prompt ends before the next one comes."""
+
+    def __init__(self, preset: Preset, capacity: int) -> None:
+        self._cache = PICache(capacity, preset)
+        self._capacity = capacity
+        self._exact = self._content = self._computed = 0
+
+    def add(self, session: str, ids: np.ndarray, ends: np.ndarray, fingerprints: np.ndarray) -> None:
+        """Admit, compute and retire one prompt. One that is longer than the cache is computed and not kept."""
+        try:
+            admission = self._cache.admit(
+                ids, ends, fingerprints, namespace=NAMESPACE, session_id=session, reuse="content", max_new=0
+            )
+        except CapacityError:
+            admission = None
+        if admission is None:
+            self._computed += len(ids)
+            return
+        self._cache.advance(admission.sequence, len(ids))
+        self._cache.retire(admission.sequence, ends, fingerprints)
+        count = count_reuse(admission.segments)
+        self._exact += count.exact
+        self._content += count.content
+        self._computed += len(ids) - count.exact - count.content
+
+    def point(self) -> CapacityPoint:
+        return CapacityPoint(self._capacity, self._exact, self._content, self._computed)
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    block: int = 16
+    capacities: tuple[int, ...] = ()
+    bound: bool = False
+    """Whether to compute the upper bound of runs of 32 tokens."""
+    show_text: bool = False
+
+
+class _PresetReplay:
+    """One preset's caches and what came out of them."""
+
+    def __init__(self, preset: Preset, result: ReplayResult, options: ReplayOptions) -> None:
+        self.result = result
+        self._preset = preset
+        self._block = options.block
+        self._cache = UnlimitedCache(preset)
+        self._limited = [LimitedCache(preset, capacity) for capacity in options.capacities]
+
+    def add(self, turn: Turn, prompt: Prompt) -> ReuseCount:
+        begin = time.perf_counter()
+        ends = cut(prompt.ids, self._preset, prompt.edges if self._preset.structure_cuts else None)
+        fingerprints = fingerprint(prompt.ids, ends, NAMESPACE, self._preset.gram)
+        segments = self._cache.add(turn.session, prompt.ids, ends, fingerprints)
+        self.result.seconds += time.perf_counter() - begin
+        for cache in self._limited:
+            cache.add(turn.session, prompt.ids, ends, fingerprints)
+        count = count_reuse(segments)
+        n = len(prompt.ids)
+        self.result.prompts.append(
+            PromptResult(
+                session=turn.session,
+                turn=turn.turn,
+                tokens=n,
+                exact=count.exact,
+                exact_blocks=count.exact // self._block * self._block,
+                content=count.content,
+                computed=n - count.exact - count.content,
+                segments=count.segments,
+            )
+        )
+        return count
+
+    def finish(self, sessions: int) -> ReplayResult:
+        result = self.result
+        result.sessions = sessions
+        result.capacities = [cache.point() for cache in self._limited]
+        for name, advice in CAUSES.items():
+            breaks = [b for b in result.breaks if b.cause == name]
+            if breaks:
+                result.causes.append(Cause(name, len(breaks), sum(b.lost for b in breaks), advice))
+        result.causes.sort(key=lambda cause: -cause.lost)
+        return result
+
+
+class _Former(NamedTuple):
+    parts: list[Part]
+    ids: np.ndarray
+
+
+class BreakFinder:
+    """Compares each prompt with the most similar former one of its session."""
+
+    def __init__(self, tokenizer: PromptTokenizer, show_text: bool) -> None:
+        self._tokenizer = tokenizer
+        self._show_text = show_text
+        self._former: dict[str, deque[_Former]] = {}
+
+    def find(self, turn: Turn, prompt: Prompt) -> Break | None:
+        """The break, with nothing lost so far; None for the first prompt of a session."""
+        current = _Former(parts_of(turn.messages), prompt.ids)
+        remembered = self._former.setdefault(turn.session, deque(maxlen=REMEMBERED_TURNS))
+        found = None
+        if remembered:
+            former = max(reversed(remembered), key=lambda f: likeness(f.parts, current.parts))
+            at = common_prefix(former.ids, prompt.ids)
+            shown = self._texts(former.ids, prompt.ids, at) if self._show_text else {}
+            found = Break(turn.session, turn.turn, at, classify(former.parts, current.parts), 0, **shown)
+        remembered.append(current)
+        return found
+
+    def _texts(self, former: np.ndarray, ids: np.ndarray, at: int) -> dict[str, str]:
+        decode, after = self._tokenizer.decode, at + CONTEXT_TOKENS
+        return {
+            "before": decode(ids[max(0, at - CONTEXT_TOKENS) : at]),
+            "was": decode(former[at:after]),
+            "now": decode(ids[at:after]),
+        }
+
+
+def replay(
+    turns: Iterable[Turn],
+    presets: Sequence[Preset],
+    tokenizer: PromptTokenizer,
+    options: ReplayOptions,
+    *,
+    file: str,
+    scenario: str,
+    problems: Sequence[str] = (),
+) -> Iterator[int | list[ReplayResult]]:
+    """Replay prompts in order, through each preset.
+
+    Yields:
+        The number of prompts done, after each batch; at last the results, one a preset.
+    """
+    runs = [_PresetReplay(p, ReplayResult(file, scenario, p.name, problems=list(problems)), options) for p in presets]
+    finder = BreakFinder(tokenizer, options.show_text)
+    bound = GramBound() if options.bound else None
+    known = 0
+    sessions: set[str] = set()
+    waiting = iter(turns)
+    while batch := list(islice(waiting, BATCH)):
+        for turn, prompt in zip(batch, tokenizer.encode([t.messages for t in batch]), strict=True):
+            sessions.add(turn.session)
+            counts = [run.add(turn, prompt) for run in runs]
+            found = finder.find(turn, prompt)
+            if found is not None:
+                for run, count in zip(runs, counts, strict=True):
+                    run.result.breaks.append(_with_loss(found, count.content))
+            if bound is not None:
+                known += bound.count(prompt.ids, counts[0].exact)
+                bound.add(prompt.ids)
+        yield len(batch)
+    results = [run.finish(len(sessions)) for run in runs]
+    for result in results:
+        result.bound = known if bound is not None else None
+    yield results
+
+
+def _with_loss(found: Break, lost: int) -> Break:
+    return replace(found, lost=lost)
