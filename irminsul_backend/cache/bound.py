@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from irminsul_backend.cache.planner import SINK_TOKENS
+from irminsul_backend.cache.registry import SINK_TOKENS
 from irminsul_backend.chunking import gram_hashes
 
 

@@ -7,12 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from irminsul_backend.cache.registry import Place, Registry, s1_windows
+from irminsul_backend.cache.registry import SINK_TOKENS, Place, Registry, s1_windows
 from irminsul_backend.cache.sequence import CachedSequence
 from irminsul_backend.chunking import chunk_starts
-
-SINK_TOKENS = 32
-"""Positions below this hold the attention sink: never reused by content, neither from there nor there."""
 
 
 class Segment(NamedTuple):

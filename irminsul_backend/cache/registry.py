@@ -17,6 +17,10 @@ PREFIX_BLOCK = 16
 """Granularity at which whole prefixes are known, in tokens from position 0; the planner goes on token by token."""
 
 
+SINK_TOKENS = 32
+"""Positions below this hold the attention sink: never reused by content, neither from there nor there."""
+
+
 class Place(NamedTuple):
     donor: CachedSequence
     offset: int
@@ -64,6 +68,8 @@ class Registry:
         sequence.num_published = until
 
     def _put_content(self, index: _Index, sequence: CachedSequence, start: int, key: int) -> None:
+        if start < SINK_TOKENS:
+            return  # of no use, and it must not take the place of a later occurrence
         place = index.content.get(key)
         if place is None or place.donor is not sequence:
             index.content[key] = Place(sequence, start)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from irminsul_backend.cache import CachedSequence, Registry, plan
-from irminsul_backend.cache.planner import SINK_TOKENS
-from irminsul_backend.chunking import PRESETS, cut, fingerprint
+from irminsul_backend.cache.registry import SINK_TOKENS
+from irminsul_backend.chunking import PRESETS, Preset, cut, fingerprint
 
 NAMESPACE = "n"
 
@@ -99,6 +99,65 @@ def test_any_plan_is_sound(known, cuttings, preset: str, collide: bool) -> None:
         check(segments, prompt)
         assert reuse != "off" or not segments
         assert reuse != "exact" or all(s.exact for s in segments)
+
+
+EVERY = Preset("every", 32, 2, 2, 1, 2, structure_cuts=False, extension=True, min_segment=32, gram=32)
+"""An anchor at least every second token: what it misses, the planner's walk has lost."""
+
+
+def adversarial(kind: str, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Known streams and a prompt that is made of them."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, 50000, 700).astype(np.int32)
+    if kind == "edits":
+        prompt = np.concatenate(([7], base)).astype(np.int32)
+        prompt[:: int(rng.integers(34, 120))] = 60000
+        return [base], np.append(prompt, 1).astype(np.int32)
+    if kind == "shuffled":
+        parts = [base[a : a + int(rng.integers(20, 150))] for a in rng.integers(0, 600, 12)]
+        return [base, base[::-1].copy()], np.concatenate([*parts, [1]]).astype(np.int32)
+    period = 1 if kind == "all_equal" else int(rng.integers(2, 65))
+    cycle = rng.integers(0, 50000, period).astype(np.int32)
+
+    def runs() -> np.ndarray:
+        pieces = [np.tile(cycle, 400)[: int(rng.integers(30, 300))] for _ in range(4)]
+        return np.concatenate([x for p in pieces for x in (rng.integers(0, 50000, 5), p)]).astype(np.int32)
+
+    return [runs(), runs()], np.append(runs(), 1).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", ["edits", "shuffled", "all_equal", "periodic"])
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_nothing_long_is_missed(kind: str, seed: int) -> None:
+    """A naive quadratic search in the holes finds no run that the planner should have taken."""
+    streams, prompt = adversarial(kind, seed)
+    registry = Registry()
+    for ids in streams:
+        ends = cut(ids, EVERY, None)
+        prints = fingerprint(ids, ends, NAMESPACE, EVERY.gram)
+        unused, exact = np.empty(0, np.int32), np.zeros(len(ids), np.int16)
+        registry.publish(
+            CachedSequence(NAMESPACE, "", ids, unused, exact, ends, prints, gram=EVERY.gram, length=len(ids))
+        )
+    ends = cut(prompt, EVERY, None)
+    prints = fingerprint(prompt, ends, NAMESPACE, EVERY.gram)
+    segments = plan(
+        registry, NAMESPACE, prompt, ends, prints, reuse="content", extension=True, min_segment=32, gram=EVERY.gram
+    )
+    check(segments, prompt)
+    hole = np.ones(len(prompt), bool)
+    hole[:SINK_TOKENS] = hole[-1] = False
+    for s in segments:
+        hole[s.start : s.end] = False
+    too_long = 32 + 2 + SINK_TOKENS  # a gram, its sampling, and what the sink's rule may take from a first copy
+    for ids in streams:
+        run = np.zeros(len(ids) + 1, int)
+        for i in range(len(prompt)):
+            same = (ids == prompt[i]) & hole[i]
+            same[:SINK_TOKENS] = False
+            run[1:] = np.where(same, run[:-1] + 1, 0)
+            assert run.max() < too_long
 
 
 @given(st.integers(0, 2**32 - 1))
