@@ -43,23 +43,24 @@ class SessionGuesser:
 
 
 def similarity(a: Sequence[Message], b: Sequence[Message]) -> float:
-    """Share (0 to 1) of the shorter conversation that is in the other one, too.
+    """Share (0 to 1) of the shorter conversation's messages that the other one has, too.
 
-    System text, tools and documents say nothing: all sessions of a product share them. Of two single messages the
-    longest common beginning or end counts.
+    A message counts as equal to the one at its place in the other conversation if they begin or end alike. System text,
+    tools and documents say nothing: all sessions of a product share them.
     """
     a = [m for m in a if m["role"] not in FIXED_ROLES]
     b = [m for m in b if m["role"] not in FIXED_ROLES]
     if not a or not b:
         return 0.0
-    if len(a) == len(b) == 1:
-        return _common_text(a[0]["content"], b[0]["content"])
     known = {(m["role"], m["content"]) for m in a}
-    return min(1.0, sum((m["role"], m["content"]) in known for m in b) / min(len(a), len(b)))
+    shared = sum((m["role"], m["content"]) in known for m in b)
+    shared += sum(
+        x["role"] == y["role"] and x["content"] != y["content"] and _begin_or_end_alike(x["content"], y["content"])
+        for x, y in zip(a, b, strict=False)
+    )
+    return min(1.0, shared / min(len(a), len(b)))
 
 
-def _common_text(a: str, b: str) -> float:
-    shorter = min(len(a), len(b))
-    if not shorter:
-        return 0.0
-    return max(common_beginning(a, b), common_beginning(a[::-1], b[::-1])) / shorter
+def _begin_or_end_alike(a: str, b: str) -> bool:
+    enough = SIMILAR * min(len(a), len(b))
+    return 0 < enough <= max(common_beginning(a, b), common_beginning(a[::-1], b[::-1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def read_log(path: str | Path) -> PromptLog:
 def interleaved(lengths: list[int], width: int = CONCURRENT_SESSIONS) -> Iterator[tuple[int, int]]:
     """(session, turn) in the order of `width` sessions that take turns; one that ends makes room for the next."""
     waiting = iter(range(len(lengths)))
-    active = [(session, 0) for session, _ in zip(waiting, range(width), strict=False)]
+    active = [(session, 0) for session in islice(waiting, width)]
     while active:
         going_on = []
         for session, turn in active:
