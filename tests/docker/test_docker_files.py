@@ -84,7 +84,7 @@ class TestDockerfile:
 
     def test_installs_all_packages_with_an_old_numpy(self) -> None:
         runs = " ".join(arguments("RUN"))
-        assert '"numpy<2" ./kernels ./client .' in runs
+        assert '"numpy<2" ./kernels ./client ".[serve]"' in runs
         for folder in (".", "client", "kernels"):
             assert re.search(r'"numpy>=[\d.]+,<2"', (ROOT / folder / "pyproject.toml").read_text(encoding="utf-8")), (
                 folder
