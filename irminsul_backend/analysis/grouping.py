@@ -15,6 +15,9 @@ REMEMBERED = 64
 SIMILAR = 0.5
 """Least share of the shorter prompt that two prompts of a session have in common."""
 
+SIMILAR_END = 0.8
+"""The same for texts that end alike: a reminder behind different messages may be longer than they are."""
+
 
 class SessionGuesser:
     """Names the session of each request in turn. A guess decides which prompts are compared, never what is reused."""
@@ -62,5 +65,8 @@ def similarity(a: Sequence[Message], b: Sequence[Message]) -> float:
 
 
 def _begin_or_end_alike(a: str, b: str) -> bool:
-    enough = SIMILAR * min(len(a), len(b))
-    return 0 < enough <= max(common_beginning(a, b), common_beginning(a[::-1], b[::-1]))
+    shorter = min(len(a), len(b))
+    if not shorter:
+        return False
+    begin, end = common_beginning(a, b), common_beginning(a[::-1], b[::-1])
+    return begin >= SIMILAR * shorter or end >= SIMILAR_END * shorter
