@@ -51,13 +51,13 @@ def read_trace(path: str | Path) -> Iterator[TraceSession]:
         raise TraceError(f"{path}, after line {number}: the text is not UTF-8 ({error})") from error
 
 
-def open_lines(path: Path) -> TextIO:
-    """The text of a plain, ``.gz`` or ``.zst`` file, line by line; what reading raises is listed in `read_trace`."""
+def open_lines(path: Path, errors: str = "strict") -> TextIO:
+    """The text of a plain, ``.gz`` or ``.zst`` file, line by line; `errors` as in `open`, failures as `read_trace`'s."""
     if path.name.endswith(".zst"):
-        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding="utf-8", newline="\n")
+        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding="utf-8", errors=errors, newline="\n")
     if path.name.endswith(".gz"):
-        return gzip.open(path, "rt", encoding="utf-8", newline="\n")
-    return path.open(encoding="utf-8", newline="\n")
+        return gzip.open(path, "rt", encoding="utf-8", errors=errors, newline="\n")
+    return path.open(encoding="utf-8", errors=errors, newline="\n")
 
 
 class _ZstdFile(io.RawIOBase):
@@ -126,5 +126,7 @@ def _messages(turn: Any, where: str) -> tuple[Message, ...]:
         for key in ("role", "content"):
             value = message.get(key) if isinstance(message, dict) else None
             if not isinstance(value, str):
-                raise TraceError(f"{where}, message {m}: {key} is {value!r}; it must be a text")
+                # What it holds is somebody's prompt: the type says enough.
+                found = "None" if value is None else f"of type {type(value).__name__}"
+                raise TraceError(f"{where}, message {m}: {key} is {found}; it must be a text")
     return tuple(messages)

@@ -60,21 +60,21 @@ def parse_body(body: dict[str, Any], note: Note) -> list[list[Message]]:
     prompt = body["prompt"]
     prompts = prompt if isinstance(prompt, list) and prompt else [prompt]
     if not all(isinstance(text, str) and text for text in prompts):
-        raise InvalidRequestError(f"prompt is {_brief(prompt)}; it must be a text, or a list of texts")
+        raise InvalidRequestError(f"prompt is {_kind(prompt)}; it must be a text, or a list of texts")
     return [[{"role": "user", "content": text}] for text in prompts]
 
 
 def _chat(body: dict[str, Any], note: Note) -> list[Message]:
     rows = body["messages"]
     if not isinstance(rows, list) or not rows:
-        raise InvalidRequestError(f"messages is {_brief(rows)}; it must be a list with at least one message")
+        raise InvalidRequestError(f"messages is {_kind(rows)}; it must be a list with at least one message")
     head: list[Message] = []
     if body.get("system"):
         head.append({"role": "system", "content": _text(body["system"], "system", note)})
     history: list[Message] = []
     for number, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(row.get("role"), str) or not row["role"]:
-            raise InvalidRequestError(f"messages[{number}] is {_brief(row)}; it must be an object with a role")
+            raise InvalidRequestError(f"messages[{number}] is {_kind(row)}; it must be an object with a role")
         history += _message(row, f"messages[{number}]", note)
     leading = 0
     while leading < len(history) and history[leading]["role"] in ("system", "developer"):
@@ -85,7 +85,7 @@ def _chat(body: dict[str, Any], note: Note) -> list[Message]:
 def _tools(body: dict[str, Any], note: Note) -> list[Message]:
     tools = body.get("tools") or body.get("functions") or []
     if not isinstance(tools, list):
-        note(f"tools is {_brief(tools)} and was left out; it must be a list")
+        note(f"tools is {_kind(tools)} and was left out; it must be a list")
         return []
     return [{"role": "tool_schema", "content": _json(tool)} for tool in tools]
 
@@ -120,7 +120,7 @@ def _text(content: Any, where: str, note: Note) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where}: content is {_brief(content)}; it must be a text or a list of parts")
+        raise InvalidRequestError(f"{where}: content is {_kind(content)}; it must be a text or a list of parts")
     texts = []
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
@@ -141,6 +141,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _kind(value: Any) -> str:
+    """The type of a value, for messages: its text is somebody's prompt and stays out of them."""
+    return "an empty list" if value == [] else f"of type {type(value).__name__}"

@@ -80,8 +80,7 @@ class _Reader:
     def read(self) -> None:
         number = 0
         try:
-            with open_lines(self._path) as lines:
-                lines.reconfigure(errors="surrogateescape")  # type: ignore[attr-defined]
+            with open_lines(self._path, errors="surrogateescape") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         self._read_line(number, line)

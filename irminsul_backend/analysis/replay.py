@@ -147,7 +147,7 @@ class _PresetReplay:
 
     def add(self, turn: Turn, prompt: Prompt) -> ReuseCount:
         begin = time.perf_counter()
-        ends = cut(prompt.ids, self._preset, prompt.edges if self._preset.structure_cuts else None)
+        ends = cut(prompt.ids, self._preset, prompt.cuts(self._preset))
         fingerprints = fingerprint(prompt.ids, ends, NAMESPACE, self._preset.gram)
         segments = self._cache.add(turn.session, prompt.ids, ends, fingerprints)
         self.result.seconds += time.perf_counter() - begin

