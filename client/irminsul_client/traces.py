@@ -52,7 +52,7 @@ def read_trace(path: str | Path) -> Iterator[TraceSession]:
 
 
 def open_lines(path: Path, errors: str = "strict") -> TextIO:
-    """The text of a plain, ``.gz`` or ``.zst`` file, line by line; `errors` as in `open`, failures as `read_trace`'s."""
+    """The text of a plain, ``.gz`` or ``.zst`` file, line by line; `errors` as in `open`."""
     if path.name.endswith(".zst"):
         return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding="utf-8", errors=errors, newline="\n")
     if path.name.endswith(".gz"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,16 +202,18 @@ def analyze(args: argparse.Namespace, console: Console) -> list[ReplayResult]:
             log = read_log(path)
             progress.remove_task(reading)
             for scenario in args.scenario:
-                task = progress.add_task(f"{Path(path).name}, {scenario}", total=len(log.order))
-                turns = scenario_turns(log, scenario)
-                step: int | list[ReplayResult]
-                for step in replay(
-                    turns, presets, tokenizer, options, file=path, scenario=scenario, problems=log.problems
-                ):
-                    if isinstance(step, int):
-                        progress.advance(task, step)
-                    else:
-                        results += step
+                steps = len(log.order) * options.passes(len(presets))
+                task = progress.add_task(f"{Path(path).name}, {scenario}", total=steps)
+                results += replay(
+                    scenario_turns(log, scenario),
+                    presets,
+                    tokenizer,
+                    options,
+                    file=path,
+                    scenario=scenario,
+                    problems=log.problems,
+                    on_step=partial(progress.advance, task),
+                )
                 progress.remove_task(task)
     return results
 

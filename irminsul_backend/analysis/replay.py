@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -104,7 +104,7 @@ class LimitedCache:
         self._capacity = capacity
         self._exact = self._content = self._computed = 0
 
-    def add(self, session: str, ids: np.ndarray, ends: np.ndarray, fingerprints: np.ndarray) -> None:
+    def add(self, session: str, ids: np.ndarray, ends: np.ndarray, fingerprints: np.ndarray) -> list[Segment]:
         """Admit, compute and retire one prompt. One that is longer than the cache is computed and not kept."""
         try:
             admission = self._cache.admit(
@@ -114,71 +114,17 @@ class LimitedCache:
             admission = None
         if admission is None:
             self._computed += len(ids)
-            return
+            return []
         self._cache.advance(admission.sequence, len(ids))
         self._cache.retire(admission.sequence, ends, fingerprints)
         count = count_reuse(admission.segments)
         self._exact += count.exact
         self._content += count.content
         self._computed += len(ids) - count.exact - count.content
+        return admission.segments
 
     def point(self) -> CapacityPoint:
         return CapacityPoint(self._capacity, self._exact, self._content, self._computed)
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    block: int = 16
-    capacities: tuple[int, ...] = ()
-    bound: bool = False
-    """Whether to compute the upper bound of runs of 32 tokens."""
-    show_text: bool = False
-
-
-class _PresetReplay:
-    """One preset's caches and what came out of them."""
-
-    def __init__(self, preset: Preset, result: ReplayResult, options: ReplayOptions) -> None:
-        self.result = result
-        self._preset = preset
-        self._block = options.block
-        self._cache = UnlimitedCache(preset)
-        self._limited = [LimitedCache(preset, capacity) for capacity in options.capacities]
-
-    def add(self, turn: Turn, prompt: Prompt) -> ReuseCount:
-        begin = time.perf_counter()
-        ends = cut(prompt.ids, self._preset, prompt.cuts(self._preset))
-        fingerprints = fingerprint(prompt.ids, ends, NAMESPACE, self._preset.gram)
-        segments = self._cache.add(turn.session, prompt.ids, ends, fingerprints)
-        self.result.seconds += time.perf_counter() - begin
-        for cache in self._limited:
-            cache.add(turn.session, prompt.ids, ends, fingerprints)
-        count = count_reuse(segments)
-        n = len(prompt.ids)
-        self.result.prompts.append(
-            PromptResult(
-                session=turn.session,
-                turn=turn.turn,
-                tokens=n,
-                exact=count.exact,
-                exact_blocks=count.exact // self._block * self._block,
-                content=count.content,
-                computed=n - count.exact - count.content,
-                segments=count.segments,
-            )
-        )
-        return count
-
-    def finish(self, sessions: int) -> ReplayResult:
-        result = self.result
-        result.sessions = sessions
-        result.capacities = [cache.point() for cache in self._limited]
-        for name, advice in CAUSES.items():
-            breaks = [b for b in result.breaks if b.cause == name]
-            if breaks:
-                result.causes.append(Cause(name, len(breaks), sum(b.lost for b in breaks), advice))
-        result.causes.sort(key=lambda cause: -cause.lost)
-        return result
 
 
 class _Former(NamedTuple):
@@ -216,6 +162,23 @@ class BreakFinder:
         }
 
 
+@dataclass(frozen=True)
+class ReplayOptions:
+    block: int = 16
+    capacities: tuple[int, ...] = ()
+    bound: bool = False
+    """Whether to compute the upper bound of runs of 32 tokens."""
+    show_text: bool = False
+
+    def passes(self, presets: int) -> int:
+        """How often a replay goes through all prompts."""
+        return 1 + presets * (1 + len(self.capacities)) + self.bound
+
+
+def _nothing(prompts: int) -> None:
+    pass
+
+
 def replay(
     turns: Iterable[Turn],
     presets: Sequence[Preset],
@@ -225,35 +188,99 @@ def replay(
     file: str,
     scenario: str,
     problems: Sequence[str] = (),
-) -> Iterator[int | list[ReplayResult]]:
-    """Replay prompts in order, through each preset.
+    on_step: Callable[[int], None] = _nothing,
+) -> list[ReplayResult]:
+    """Replay prompts in order, through one preset after the other, so that only one cache is in memory.
 
-    Yields:
-        The number of prompts done, after each batch; at last the results, one a preset.
+    Args:
+        on_step: is told how many prompts a pass has gone on by; see `ReplayOptions.passes`.
+
+    Returns:
+        One result a preset, in order.
     """
-    runs = [_PresetReplay(p, ReplayResult(file, scenario, p.name, problems=list(problems)), options) for p in presets]
+    known: list[tuple[str, Prompt]] = []
+    places: list[tuple[str, int]] = []
+    breaks: dict[int, Break] = {}
     finder = BreakFinder(tokenizer, options.show_text)
-    bound = GramBound() if options.bound else None
-    known = 0
-    sessions: set[str] = set()
     waiting = iter(turns)
     while batch := list(islice(waiting, BATCH)):
         for turn, prompt in zip(batch, tokenizer.encode([t.messages for t in batch]), strict=True):
-            sessions.add(turn.session)
-            counts = [run.add(turn, prompt) for run in runs]
             found = finder.find(turn, prompt)
             if found is not None:
-                for run, count in zip(runs, counts, strict=True):
-                    run.result.breaks.append(_with_loss(found, count.content))
-            if bound is not None:
-                known += bound.count(prompt.ids, counts[0].exact)
-                bound.add(prompt.ids)
-        yield len(batch)
-    results = [run.finish(len(sessions)) for run in runs]
-    for result in results:
-        result.bound = known if bound is not None else None
-    yield results
+                breaks[len(known)] = found
+            known.append((turn.session, prompt))
+            places.append((turn.session, turn.turn))
+        on_step(len(batch))
+    del finder
+
+    results = []
+    for preset in presets:
+        result = ReplayResult(file, scenario, preset.name, problems=list(problems))
+        result.sessions = len({session for session, _ in places})
+        begin = time.perf_counter()
+        cache = UnlimitedCache(preset)
+        counts = [count_reuse(segments) for segments in _passed(known, preset, cache, on_step)]
+        result.seconds = time.perf_counter() - begin
+        del cache
+        for place, (_, prompt), count in zip(places, known, counts, strict=True):
+            result.prompts.append(_prompt_result(*place, len(prompt.ids), count, options.block))
+        result.breaks = [replace(found, lost=counts[at].content) for at, found in breaks.items()]
+        result.causes = _causes(result.breaks)
+        for capacity in options.capacities:
+            limited = LimitedCache(preset, capacity)
+            for _ in _passed(known, preset, limited, on_step):
+                pass
+            result.capacities.append(limited.point())
+        results.append(result)
+    if options.bound and results:
+        bound = _bound([prompt.ids for _, prompt in known], [p.exact for p in results[0].prompts], on_step)
+        for result in results:
+            result.bound = bound
+    return results
 
 
-def _with_loss(found: Break, lost: int) -> Break:
-    return replace(found, lost=lost)
+def _passed(
+    prompts: Sequence[tuple[str, Prompt]],
+    preset: Preset,
+    cache: UnlimitedCache | LimitedCache,
+    on_step: Callable[[int], None],
+) -> Iterator[Sequence[Segment]]:
+    """Cut each prompt and put it through the cache."""
+    for number, (session, prompt) in enumerate(prompts, 1):
+        ends = cut(prompt.ids, preset, prompt.cuts(preset))
+        yield cache.add(session, prompt.ids, ends, fingerprint(prompt.ids, ends, NAMESPACE, preset.gram))
+        if number % BATCH == 0:
+            on_step(BATCH)
+    on_step(len(prompts) % BATCH)
+
+
+def _prompt_result(session: str, turn: int, tokens: int, count: ReuseCount, block: int) -> PromptResult:
+    return PromptResult(
+        session=session,
+        turn=turn,
+        tokens=tokens,
+        exact=count.exact,
+        exact_blocks=count.exact // block * block,
+        content=count.content,
+        computed=tokens - count.exact - count.content,
+        segments=count.segments,
+    )
+
+
+def _causes(breaks: Sequence[Break]) -> list[Cause]:
+    """Costliest first."""
+    causes = []
+    for name, advice in CAUSES.items():
+        lost = [b.lost for b in breaks if b.cause == name]
+        if lost:
+            causes.append(Cause(name, len(lost), sum(lost), advice))
+    return sorted(causes, key=lambda cause: -cause.lost)
+
+
+def _bound(prompts: Sequence[np.ndarray], exact: Sequence[int], on_step: Callable[[int], None]) -> int:
+    bound, known = GramBound(), 0
+    for ids, start in zip(prompts, exact, strict=True):
+        known += bound.count(ids, start)
+        bound.add(ids)
+        on_step(1)
+    return known

@@ -36,15 +36,18 @@ def run(
     tokenizer: PromptTokenizer, scenario: str, presets: list[str], options: ReplayOptions | None = None, count: int = 6
 ) -> list[ReplayResult]:
     sessions = list(apply_scenario(scenario, synthetic_sessions(count, turns=5)))
-    *steps, results = replay(
+    steps: list[int] = []
+    options = options or ReplayOptions()
+    results = replay(
         turns_of(sessions),
         [PRESETS[name] for name in presets],
         tokenizer,
-        options or ReplayOptions(),
+        options,
         file="made",
         scenario=scenario,
+        on_step=steps.append,
     )
-    assert isinstance(results, list) and sum(step for step in steps if isinstance(step, int)) == count * 5
+    assert sum(steps) == count * 5 * options.passes(len(presets))
     return results
 
 
