@@ -170,7 +170,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(tables.problem_lines(dict.fromkeys(p for r in results for p in r.problems)), highlight=False)
     seconds, tokens = sum(r.seconds for r in results), sum(r.tokens for r in results)
     rate = tokens / max(seconds, 1e-9)
-    console.print(f"{tokens:,} tokens cut, matched and registered in {seconds:.1f} s ({rate:,.0f} a second)")
+    console.print(
+        f"{tokens:,} tokens cut, matched and registered in {seconds:.1f} s of CPU time ({rate:,.0f} a second)"
+    )
     if args.json:
         rows = [as_json(r) for r in results]
         for row, found in zip(rows, estimates, strict=False):

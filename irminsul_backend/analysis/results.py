@@ -77,7 +77,7 @@ class ReplayResult:
     problems: list[str] = field(default_factory=list)
     """Lines that were left out, each with file, line number and reason."""
     seconds: float = 0.0
-    """Time of cutting, matching and registering, without reading and tokenising."""
+    """CPU time of cutting, matching and registering, without reading and tokenising."""
 
     @property
     def tokens(self) -> int:
