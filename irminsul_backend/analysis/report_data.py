@@ -16,7 +16,7 @@ MAX_BINS = 300
 ALL_BINS = 16_000
 """Bins of all results together; each gets at most `MAX_BINS` and at least `MIN_BINS`."""
 MIN_BINS = 24
-ALL_SEGMENTS = 90_000
+ALL_SEGMENTS = 130_000
 """Segments that are kept of all results together; a prompt counts as `PROMPT_COST` segments more."""
 PROMPT_COST = 10
 MAX_EXAMPLES = 3

@@ -136,7 +136,8 @@ function drawTimeline(width, result, whole, pick) {
   const [left, top, bottom] = [46, 8, 40];
   const [inner, height] = [width - left - 2, width < 600 ? 200 : 260];
   const starts = bins.reduce((list, b) => [...list, list[list.length - 1] + b[0]], [0]);
-  const most = whole ? 1 : nice(Math.max(...bins.map((b) => b[1] / b[0]), 1));
+  const highest = Math.max(...bins.map((b) => b[1] / b[0]), 1);
+  const most = whole ? 1 : Math.ceil(highest / nice(highest / 4)) * nice(highest / 4);
   const x = (k) => left + (inner * starts[k]) / result.prompts;
   const gap = inner / bins.length > 6 ? 1 : 0;
   const paths = { exact: "", content: "", computed: "" };
