@@ -236,8 +236,8 @@ function capacity(section, result) {
 function problems(section) {
   const total = data.problems.reduce((sum, p) => sum + p.count, 0);
   fill(section, {}, [
-    h("h2", {}, `${counted(total, "line")} left out`),
-    h("p", { class: "note" }, "These lines could not be read as prompts; all figures are of the rest."),
+    h("h2", {}, `${counted(total, "remark")} on lines`),
+    h("p", { class: "note" }, "Lines that were left out, or read with a reservation; all figures are of what was read."),
     data.problems.map((p) => h("details", { open: total <= 10 ? "" : null }, h("summary", {}, `${p.file}: ${num(p.count)}`),
       h("ol", { class: "problems" }, p.lines.map((line) => h("li", {}, line))),
       p.lines.length < p.count && h("p", { class: "note" }, `The first ${num(p.lines.length)} of ${num(p.count)}.`))),
