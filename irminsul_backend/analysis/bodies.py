@@ -15,8 +15,8 @@ from irminsul_backend.errors import InvalidRequestError
 
 WRAPPERS = ("body", "request", "params")
 """Fields under which logs and batch files keep the request body itself."""
-SESSION_FIELDS = ("session_id", "session", "conversation_id", "user", "user_id")
-SESSION_FIELDS_OF_METADATA = ("session_id", "conversation_id", "user_id")
+SESSION_FIELDS = ("session_id", "session", "conversation_id")
+USER_FIELDS = ("user", "user_id")
 KNOWN_ROLES = frozenset({"system", "developer", "tool_schema", "doc", "user", "assistant", "tool", "function"})
 TEXT_TYPES = ("text", "input_text", "output_text")
 
@@ -33,17 +33,22 @@ def find_body(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def session_key(row: dict[str, Any]) -> str | None:
-    """What names the session in a line of a log, in the line itself or in its body."""
+    """What names the session in a line of a log: in the line, its body, or the metadata of either."""
+    return _first(row, SESSION_FIELDS)
+
+
+def user_key(row: dict[str, Any]) -> str | None:
+    """What names the user, who may have many sessions."""
+    return _first(row, USER_FIELDS)
+
+
+def _first(row: dict[str, Any], names: tuple[str, ...]) -> str | None:
     for source in (row, find_body(row) or {}):
         metadata = source.get("metadata")
-        inner = metadata if isinstance(metadata, dict) else {}
-        # `user` comes last: one user often has many sessions.
-        values = [source.get(name) for name in SESSION_FIELDS[:3]]
-        values += [inner.get(name) for name in SESSION_FIELDS_OF_METADATA]
-        values += [source.get(name) for name in SESSION_FIELDS[3:]]
-        for value in values:
-            if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
-                return str(value)
+        for fields in (source, metadata if isinstance(metadata, dict) else {}):
+            for value in map(fields.get, names):
+                if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
+                    return str(value)
     return None
 
 

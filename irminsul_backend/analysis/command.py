@@ -41,7 +41,8 @@ files, one record a line, plain or .gz or .zst; kinds may be mixed within a file
   {"session_id", "turns": [{"messages": [...]}]}  recorded sessions, each turn a whole prompt; eight take turns
   {"messages": [...], "tools": [...]}             OpenAI or Anthropic request bodies, replayed in the file's order;
                                                   also inside "body" or "request"; the session is session_id,
-                                                  conversation_id, metadata.session_id or user, else it is guessed
+                                                  session, conversation_id or metadata.session_id, else it is guessed
+                                                  among the requests of a user
   {"prompt": "..."}                               completions bodies
   anything, in a .txt file                        one prompt a line
 

@@ -22,7 +22,9 @@ SIMILAR_END = 0.8
 class SessionGuesser:
     """Names the session of each request in turn. A guess decides which prompts are compared, never what is reused."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
+        """prefix: of the sessions' names, such as the user."""
+        self._prefix = prefix
         self._latest: OrderedDict[str, tuple[Message, ...]] = OrderedDict()  # least recent first
         self._count = 0
 
@@ -37,7 +39,7 @@ class SessionGuesser:
                     break
         if best < SIMILAR:
             self._count += 1
-            name = f"guessed-{self._count}"
+            name = f"{self._prefix}guessed-{self._count}"
         self._latest[name] = turn
         self._latest.move_to_end(name)
         if len(self._latest) > REMEMBERED:

@@ -13,7 +13,7 @@ import zstandard
 from irminsul_client.errors import TraceError
 from irminsul_client.traces import Message, TraceSession, open_lines, session_from_row
 
-from irminsul_backend.analysis.bodies import KNOWN_ROLES, find_body, parse_body, session_key
+from irminsul_backend.analysis.bodies import KNOWN_ROLES, find_body, parse_body, session_key, user_key
 from irminsul_backend.analysis.grouping import SessionGuesser
 from irminsul_backend.errors import InvalidRequestError
 
@@ -75,7 +75,7 @@ class _Reader:
         self._texts: dict[str, str] = {}  # each distinct text is kept once: turns repeat almost all of the former one
         self._turns: dict[str, list[tuple[Message, ...]]] = {}  # by session, of the lines that are requests
         self._arrivals: list[tuple[str, int]] = []
-        self._guesser = SessionGuesser()
+        self._guessers: dict[str, SessionGuesser] = {}  # by user
 
     def read(self) -> None:
         number = 0
@@ -107,7 +107,7 @@ class _Reader:
             self._check_text(line)
             row = self._parse(line)
             if row is None:
-                self._add_request(None, [{"role": "user", "content": line.strip()}])
+                self._add_request(None, None, [{"role": "user", "content": line.strip()}])
             elif "turns" in row:
                 self._add_session(number, row)
             else:
@@ -142,19 +142,23 @@ class _Reader:
             fields = ", ".join(list(row)[:5]) or "none"
             raise InvalidRequestError(f"neither a session nor a request body; its fields are {fields}")
         notes: dict[str, None] = {}  # in order, each once
-        key = session_key(row)
+        key, user = session_key(row), user_key(row)
         for messages in parse_body(body, lambda what: notes.setdefault(what)):
             self._report_roles(number, messages)
-            self._add_request(key, messages)
+            self._add_request(key, user, messages)
         for what in notes:
             self._note(number, what)
 
-    def _add_request(self, key: str | None, messages: list[Message]) -> None:
+    def _add_request(self, session: str | None, user: str | None, messages: list[Message]) -> None:
         turn = self._kept(messages)
-        name = self._guesser.session_of(turn) if key is None else key
+        name = self._guess(user, turn) if session is None else session
         turns = self._turns.setdefault(name, [])
         self._arrivals.append((name, len(turns)))
         turns.append(turn)
+
+    def _guess(self, user: str | None, turn: tuple[Message, ...]) -> str:
+        prefix = "" if user is None else f"{user}/"
+        return self._guessers.setdefault(prefix, SessionGuesser(prefix)).session_of(turn)
 
     def _kept(self, messages: tuple[Message, ...] | list[Message]) -> tuple[Message, ...]:
         kept = []

@@ -126,7 +126,7 @@ class TestRequestBodies:
         log = read_log(write(tmp_path / "log.jsonl", body))
         assert prompts(log) == [
             (
-                "u7",
+                "u7/guessed-1",
                 [
                     ("system", "S1\nS2"),
                     ("tool_schema", json.dumps(tool)),
@@ -143,7 +143,7 @@ class TestRequestBodies:
         assert [p[1] for p in prompts(log)] == [[("user", "one")], [("user", "two")], [("user", "three")]]
 
     @pytest.mark.parametrize(
-        "where", ["session_id", "session", "conversation_id", "user", "metadata.session_id", "body.session_id"]
+        "where", ["session_id", "session", "conversation_id", "metadata.session_id", "body.session_id"]
     )
     def test_session_keys_and_the_order_of_the_file(self, tmp_path: Path, where: str) -> None:
         def row(key: str, text: str) -> dict[str, Any]:
@@ -164,6 +164,15 @@ class TestRequestBodies:
         names = [name for name, _ in prompts(read_log(write(tmp_path / "log.jsonl", *rows)))]
         assert len(set(names)) == 3
         assert names == names[:3] * 5
+
+    def test_a_user_has_sessions(self, tmp_path: Path) -> None:
+        """Equal prompts of two users are two sessions, and what one user asks next to each other is told apart."""
+        sessions = list(synthetic_sessions(2, turns=3))
+        rows = [
+            {"user": user, "messages": list(s.turns[t])} for t in range(3) for s in sessions for user in ("ann", "bob")
+        ]
+        names = [name for name, _ in prompts(read_log(write(tmp_path / "log.jsonl", *rows)))]
+        assert names == ["ann/guessed-1", "bob/guessed-1", "ann/guessed-2", "bob/guessed-2"] * 3
 
 
 class TestPlainText:
