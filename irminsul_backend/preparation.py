@@ -134,7 +134,7 @@ class PromptPreparer:
             size = len(text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"messages hold U+{ord(text[error.start]):04X}, one half of a surrogate pair; "
+                f"messages or tools hold U+{ord(text[error.start]):04X}, one half of a surrogate pair; "
                 r"in JSON a character beyond U+FFFF is written as itself or as two \u escapes"
             ) from error
         self._check_size("the rendered prompt", size)
@@ -162,7 +162,7 @@ class PromptPreparer:
     def _read_request(
         self, values: RequestFields, session_id: str, prompt_tokens: int, text: str | None
     ) -> GenerationRequest:
-        reuse = values.text("reuse") or "content"
+        reuse = "content" if (given := values.text("reuse")) is None else given
         if reuse not in REUSE_MODES:
             raise InvalidRequestError(f"reuse is {reuse!r}; it must be one of {', '.join(REUSE_MODES)}")
         salt = values.text("cache_salt")

@@ -183,7 +183,10 @@ BAD = [
     ({"messages": b""}, "messages is not valid JSON"),
     ({"messages": b"{not json"}, "messages is not valid JSON: Expecting property name"),
     ({"messages": b'[{"role": "user"}]'}, 'messages[0]["content"] is missing'),
-    ({"messages": b'[{"role": "user", "content": "\\ud800"}]'}, "messages hold U+D800, one half of a surrogate pair"),
+    (
+        {"messages": b'[{"role": "user", "content": "\\ud800"}]'},
+        "messages or tools hold U+D800, one half of a surrogate pair",
+    ),
     ({"text_input": b"x", "tools": b"[]"}, "tools go with messages; this request has text_input"),
     ({"messages": chat("x"), "tools": b"[1]"}, "tools[0] is a number; it must be an object"),
     ({"text_input": b"ab\xffcd"}, "text_input is not valid UTF-8: byte 0xff at offset 2"),

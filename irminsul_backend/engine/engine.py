@@ -27,6 +27,9 @@ from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
 
 log = logging.getLogger(__name__)
 
+STEP_TARGET_S, LEAST_SLICE = 0.25, 128
+"""While others decode, a step's token budget is halved when it took longer, and doubled when it took less than half: a
+long prompt must not hold up the answers that are being written. Slices below the second cost too much repetition."""
 CHECK_EVERY_S = 10.0
 """Least time between two integrity checks of an idle engine; one takes milliseconds that a request would wait."""
 
@@ -45,7 +48,7 @@ class Engine:
         self.cache = PICache(capacity, preset)
         self.runner = ModelRunner(model, capacity)
         self._preset = preset
-        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_tokens = self._slice = max_batch_tokens
         self._max_running = max_running
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []
@@ -126,15 +129,18 @@ class Engine:
             )
         self._inbox.put(lambda: self._waiting.append(sequence))
 
-    def stop(self, key: str) -> bool:
-        """End a request early; its `finished` event says `cancelled`. False if no such request runs (any more)."""
+    def stop(self, key: str, reason: FinishReason = "cancelled") -> bool:
+        """End a request early; its `finished` event says why: `cancelled`, or `stop` where its text is complete.
+
+        False if no such request runs (any more).
+        """
         if key not in self._live:
             return False
 
         def cancel() -> None:
             sequence = self._live.get(key)
             if sequence is not None:
-                self._finish(sequence, "cancelled")
+                self._finish(sequence, reason)
 
         self._inbox.put(cancel)
         return True
@@ -200,7 +206,9 @@ class Engine:
         batch = self._schedule()
         if not batch:
             return
-        budget = self._max_batch_tokens - sum(not s.is_prefilling for s in batch)
+        decoding = sum(not s.is_prefilling for s in batch)
+        budget = (self._slice if decoding else self._max_batch_tokens) - decoding
+        began = time.monotonic()
         pieces = []
         for sequence in batch:
             pieces.append(sequence.next_piece(max(1, budget)))
@@ -214,6 +222,8 @@ class Engine:
                 self._fail(sequence, f"forward pass failed: {type(error).__name__}: {error}")
             return
         self._counters["steps"] += 1
+        if decoding and len(batch) > decoding:
+            self._adapt(time.monotonic() - began)
         ready = []
         for sequence, piece in zip(batch, pieces, strict=True):
             prefilling = sequence.is_prefilling
@@ -228,7 +238,7 @@ class Engine:
     def _schedule(self) -> list[RunningSequence]:
         """Decoding sequences first, then prefills in order of arrival while the token budget lasts."""
         batch = [s for s in self._running if not s.is_prefilling]
-        budget = self._max_batch_tokens - len(batch)
+        budget = (self._slice if batch else self._max_batch_tokens) - len(batch)
         for sequence in self._running:
             if budget > 0 and sequence.is_prefilling:
                 batch.append(sequence)
@@ -240,6 +250,12 @@ class Engine:
             batch.append(sequence)
             budget -= len(sequence.cached.holes)
         return batch
+
+    def _adapt(self, seconds: float) -> None:
+        if seconds > STEP_TARGET_S:
+            self._slice = max(min(LEAST_SLICE, self._max_batch_tokens), self._slice // 2)
+        elif seconds < STEP_TARGET_S / 2:
+            self._slice = min(self._max_batch_tokens, self._slice * 2)
 
     def _admit(self, sequence: RunningSequence) -> bool:
         """Move the head of the queue to the running ones; False if it ended or does not fit now."""
@@ -282,18 +298,29 @@ class Engine:
             ready = [s for s, ok in zip(ready, finite, strict=True) if ok]
             logits = logits[torch.tensor(finite)]
         log_probs = any(s.request.return_log_probs for s in ready)
-        tokens, scores = sample(logits, [s.sampler for s in ready], log_probs)
+        try:
+            tokens, scores = sample(logits, [s.sampler for s in ready], log_probs)
+        except Exception as error:
+            if len(ready) == 1:
+                log.exception("sampling failed")
+                self._fail(ready[0], f"sampling failed: {type(error).__name__}: {error}")
+                return
+            for i, sequence in enumerate(ready):  # whose request it is shows when each is alone
+                self._sample([sequence], logits[i : i + 1])
+            return
         for i, (sequence, token) in enumerate(zip(ready, tokens, strict=True)):
-            sequence.note_first_token()
-            if token in sequence.request.end_ids:
-                self._finish(sequence, "stop")
-                continue
-            sequence.sampler.accept(token)
-            new = {"token_ids": (token,), "log_probs": scores[i : i + 1] if sequence.request.return_log_probs else ()}
-            if len(sequence.sampler.generated) >= sequence.request.sampling.max_tokens:
-                self._finish(sequence, "length", **new)
-            else:
-                sequence.emit("tokens", **new)
+            self._accept(sequence, token, scores[i : i + 1] if sequence.request.return_log_probs else [])
+
+    def _accept(self, sequence: RunningSequence, token: int, log_probs: list[float]) -> None:
+        sequence.note_first_token()
+        if token in sequence.request.end_ids:
+            self._finish(sequence, "stop")
+            return
+        sequence.sampler.accept(token)
+        if len(sequence.sampler.generated) >= sequence.request.sampling.max_tokens:
+            self._finish(sequence, "length", token_ids=(token,), log_probs=log_probs)
+        else:
+            sequence.emit("tokens", token_ids=(token,), log_probs=log_probs)
 
     def _distrust(self, sequence: RunningSequence) -> None:
         """Logits are not finite. If rows were reused, drop their donors and compute the whole prompt once more."""

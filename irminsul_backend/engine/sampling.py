@@ -30,6 +30,7 @@ class Sampler:
             self._seen[prompt_ids] = True
             self._counts = torch.zeros(vocab_size)
 
+    @torch.inference_mode()
     def adjust(self, logits: Tensor) -> None:
         """Apply penalties and bad words to one row of logits, float32 [vocab], in place."""
         if self._penalised:
@@ -54,6 +55,7 @@ class Sampler:
             self._counts[token] += 1
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, samplers: Sequence[Sampler], log_probs: bool) -> tuple[list[int], list[float]]:
     """One token per row.
 

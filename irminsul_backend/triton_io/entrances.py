@@ -199,6 +199,8 @@ def _checked(session_id: bytes) -> str:
         raise InvalidRequestError(
             f"session_id is not UTF-8: byte {error.start} is {session_id[error.start]:#x}"
         ) from None
+    if "\0" in text:
+        raise InvalidRequestError(f"session_id {text!r} holds a NUL character, at which Triton would cut it")
     if not text:
         raise InvalidRequestError("session_id is empty; leave it out for a request without a session")
     return text

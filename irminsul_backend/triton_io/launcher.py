@@ -30,6 +30,7 @@ PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 """Triton's usual ports. IRMINSUL_HTTP_PORT, IRMINSUL_GRPC_PORT and IRMINSUL_METRICS_PORT name others."""
 MAX_SESSION_TTL_S = 3600.0
 """`max_sequence_idle_microseconds` of irminsul_chunker: after it Triton itself forgets a session."""
+LEAST_VALUES = {"capacity_tokens": 0, "max_batch_tokens": 1, "max_running": 1, "max_text_bytes": 1, "threads": 0}
 LOG_LINES = 400
 NOISE = (
     "pinned_memory_manager",
@@ -166,11 +167,16 @@ def check_config(config: ServerConfig) -> None:
     Raises ServerStartError or UnsupportedModelError with the field and its value.
     """
     from irminsul_backend.chunking import PRESETS
+    from irminsul_backend.engine import resolve_device
     from irminsul_backend.model import ModelConfig
     from irminsul_backend.text import ChatTemplate, Tokenizer
 
     if config.preset not in PRESETS:
         raise ServerStartError(f"preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
+    for name, least in LEAST_VALUES.items():
+        if getattr(config, name) < least:
+            raise ServerStartError(f"{name} is {getattr(config, name)}; it must be at least {least}")
+    resolve_device(config)
     if not 0 < config.session_ttl_s <= MAX_SESSION_TTL_S:
         raise ServerStartError(
             f"session_ttl_s is {config.session_ttl_s}; it must be over 0, at most {MAX_SESSION_TTL_S}"
@@ -182,6 +188,9 @@ def check_config(config: ServerConfig) -> None:
 
 def choose_ports(host: str, wanted: Ports) -> Ports:
     """Free ports in place of zeros. Raises ServerStartError naming a port in use and its flag."""
+    given = [port for name in PORTS if (port := getattr(wanted, name))]
+    if len(set(given)) < len(given):
+        raise ServerStartError(f"the ports {', '.join(map(str, given))} must differ (0 = any free one)")
     with contextlib.ExitStack() as held:  # all are held until all are chosen, so that no two are the same
         chosen = {}
         for name in PORTS:
@@ -191,10 +200,10 @@ def choose_ports(host: str, wanted: Ports) -> Ports:
             try:
                 listener.bind((host, port))
                 listener.listen()
-            except OSError as error:
+            except (OSError, OverflowError) as error:
                 raise ServerStartError(
-                    f"{name} port {port} on {host} cannot be used ({error.strerror}); choose another with "
-                    f"--{name}-port (0 = any free one) or IRMINSUL_{name.upper()}_PORT"
+                    f"{name} port {port} on {host} cannot be used ({getattr(error, 'strerror', error)}); choose another "
+                    f"with --{name}-port (0 = any free one) or IRMINSUL_{name.upper()}_PORT"
                 ) from error
             chosen[name] = listener.getsockname()[1]
         return Ports(**chosen)

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, IrminsulError
-from irminsul_backend.protocol import Event, GenerationRequest
+from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
 from irminsul_backend.triton_io.events import Outgoing, merge, pack_event, unpack_event
 from irminsul_backend.triton_io.tensors import (
     CONTROL_INPUT,
@@ -130,14 +130,22 @@ class EngineModel:
         )
 
     def _control(self, data: bytes, sender: Any) -> None:
-        command = json.loads(data)
+        try:
+            command = json.loads(data)
+        except ValueError:
+            command = None
+        if not isinstance(command, dict):
+            command = {}
         if "stop" in command:
-            _answer(sender, {"stopped": self._engine.stop(str(command["stop"]))})
+            reason: FinishReason = "stop" if command.get("reason") == "stop" else "cancelled"
+            _answer(sender, {"stopped": self._engine.stop(str(command["stop"]), reason)})
         elif command.get("status"):
             # It is taken between two steps, which may be seconds away; new requests must not wait for it.
             threading.Thread(target=lambda: _answer(sender, self._engine.status()), daemon=True).start()
         else:
-            raise InvalidRequestError(f'control is {data.decode()}; it must be {{"stop": key}} or {{"status": true}}')
+            raise InvalidRequestError(
+                f'control is {data.decode(errors="replace")}; it must be {{"stop": key}} or {{"status": true}}'
+            )
 
     def _send_all(self) -> None:
         closing = False
@@ -194,12 +202,12 @@ class DetokenizerModel:
         fields = read_fields(request, EVENT_TENSORS)
         event = unpack_event(fields["event"], fields["output_ids"], fields["output_log_probs"])
         try:
-            reply, stop = self._table.feed(event, sender.is_cancelled)
+            reply, why = self._table.feed(event, sender.is_cancelled)
         except Exception:
             self._stopper.stop(event.key)
             raise
-        if stop:
-            self._stopper.stop(event.key)
+        if why:
+            self._stopper.stop(event.key, why)
         return None if reply is None else respond(RESPONSE_OUTPUTS, vars(reply))
 
 
@@ -207,22 +215,22 @@ class Stopper:
     """Tells the engine to stop requests, from a thread of its own because a model may not wait inside `execute`."""
 
     def __init__(self) -> None:
-        self._keys: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._keys: queue.SimpleQueue[tuple[str, FinishReason] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="irminsul-stopper", daemon=True)
         self._thread.start()
 
-    def stop(self, key: str) -> None:
+    def stop(self, key: str, why: FinishReason = "cancelled") -> None:
         """Ask the engine to stop request `key`; one that it does not know any more is no error."""
-        self._keys.put(key)
+        self._keys.put((key, why))
 
     def close(self) -> None:
         self._keys.put(None)
         self._thread.join(timeout=2)
 
     def _run(self) -> None:
-        while (key := self._keys.get()) is not None:
+        while (item := self._keys.get()) is not None:
             try:
-                for response in control({"stop": key}):
+                for response in control({"stop": item[0], "reason": item[1]}):
                     if response.has_error():
                         logger.error("stop was refused: %s", response.error().message())
             except Exception:

@@ -6,6 +6,7 @@ the server. All stubs are its descendants, so it can end those that outlive the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -36,8 +37,15 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # the launcher decides; it says so by closing the pipe
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_prepare_server)
     try:
+        stubs = Stubs(server.pid)
         while server.poll() is None and not _closed(0):
-            pass
+            if dead := stubs.dead():
+                # Triton goes on saying that it is ready, and requests under way would wait for ever.
+                print(
+                    f"error: the process of {dead} died; the server ends, start it again", file=sys.stderr, flush=True
+                )
+                server.kill()
+                server.wait()
         if server.poll() is None:
             server.terminate()
             _wait(server, PATIENCE_SECONDS)
@@ -46,6 +54,31 @@ def main(argv: list[str]) -> int:
         remove_shared_memory(prefix)
     code = server.wait()
     return code if code >= 0 else 128 - code
+
+
+class Stubs:
+    """The processes of the Python models, as they were last seen."""
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._models: dict[int, str] = {}
+        self._next_look = 0.0
+
+    def dead(self) -> str:
+        """The model whose process is gone, or ""; looks once a second."""
+        if time.monotonic() < self._next_look:
+            return ""
+        self._next_look = time.monotonic() + 1
+        alive: dict[int, str] = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self._server).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    paths = [a for a in child.cmdline() if a.endswith("/model.py")]
+                    if paths and child.status() != psutil.STATUS_ZOMBIE:
+                        alive[child.pid] = Path(paths[0]).parents[1].name
+        gone = [model for pid, model in self._models.items() if pid not in alive]
+        self._models = alive
+        return ", ".join(sorted(gone))
 
 
 def _prepare_server() -> None:

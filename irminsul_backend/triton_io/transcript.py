@@ -6,11 +6,11 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from irminsul_backend.errors import IrminsulError
-from irminsul_backend.protocol import Event, GenerationRequest
+from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
 
 MAX_OPEN = 16384
 """Transcripts kept at once. Only requests of an engine that died are never finished; the oldest make room."""
@@ -64,7 +64,7 @@ class Transcript:
         self.asked_at = time.monotonic()
         """When it was last asked whether the client is still there."""
         self._detokenizer = detokenizer
-        self._replies = 0
+        self._replies = self._sent_tokens = 0
         self._whole = Reply(text_output=request.echo)
         """Without streaming: all that was said so far."""
 
@@ -99,13 +99,16 @@ class Transcript:
             reply.output_ids = [int(i) for i in event.token_ids]
             reply.output_log_probs = [float(p) for p in event.log_probs]
             reply.num_output_tokens = len(reply.output_ids)
+            self._sent_tokens += len(reply.output_ids)
         if event.kind == "finished":
             if not text.stopped:
                 reply.text_output += text.finish()
             reply.finish_reason = "stop" if text.stopped else event.finish_reason
             if event.usage is not None:
-                reply.num_input_tokens = event.usage.prompt_tokens
-                reply.usage = json.dumps(event.usage.as_dict(), separators=(",", ":"))
+                # What the engine generated behind a stop word is not the client's.
+                usage = replace(event.usage, completion_tokens=self._sent_tokens)
+                reply.num_input_tokens = usage.prompt_tokens
+                reply.usage = json.dumps(usage.as_dict(), separators=(",", ":"))
         return reply
 
 
@@ -126,8 +129,8 @@ class TranscriptTable:
     def __len__(self) -> int:
         return len(self._open)
 
-    def feed(self, event: Event, is_cancelled: Callable[[], bool]) -> tuple[Reply | None, bool]:
-        """(reply or None to stay silent, whether to tell the engine to stop this request).
+    def feed(self, event: Event, is_cancelled: Callable[[], bool]) -> tuple[Reply | None, FinishReason]:
+        """(reply or None to stay silent, why to tell the engine to stop this request or "").
 
         `is_cancelled` asks the server whether the client has gone; that costs as much as a reply, so not every time.
         Raises IrminsulError with the text of an `error` event, or if events were lost.
@@ -145,14 +148,14 @@ class TranscriptTable:
             raise IrminsulError(f"events of request {event.key!r} were lost before number {event.index}; send it again")
         reply = transcript.feed(event)
         if event.kind == "finished" or transcript.stop_sent:
-            return reply, False
+            return reply, ""
         now = time.monotonic()
-        stop = transcript.stopped
-        if not stop and now - transcript.asked_at >= self._ask_every_s:
+        why: FinishReason = "stop" if transcript.stopped else ""
+        if not why and now - transcript.asked_at >= self._ask_every_s:
             transcript.asked_at = now
-            stop = is_cancelled()
-        transcript.stop_sent = stop
-        return reply, stop
+            why = "cancelled" if is_cancelled() else ""
+        transcript.stop_sent = bool(why)
+        return reply, why
 
     def _add(self, key: str, request: GenerationRequest) -> Transcript:
         transcript = self._open[key] = Transcript(request, self._detokenizer(request))

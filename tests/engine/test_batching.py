@@ -152,6 +152,50 @@ class TestEnding:
         assert events[-1].kind == "error" and "shutting down" in events[-1].error
 
 
+class TestSampling:
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            {"presence_penalty": 0.5},
+            {"frequency_penalty": 0.5},
+            {"repetition_penalty": 1.2},
+            {"temperature": 0.8, "seed": 1},
+            {"temperature": 0.8, "seed": 1, "top_k": 3, "top_p": 0.9, "min_p": 0.05},
+        ],
+        ids=lambda s: "+".join(s),
+    )
+    def test_every_parameter_works_in_a_batch(self, harness, text: Text, sampling: dict) -> None:
+        served, prompt, other = harness("deep"), text(80), text(90)
+        plain = served.run(other, max_tokens=12)
+        pending = [served.submit(prompt, max_tokens=12, sampling=sampling), served.submit(other, max_tokens=12)]
+        first, second = (p.result() for p in pending)
+        assert len(first.tokens) == 12
+        assert second.tokens == plain.tokens
+        assert served.run(prompt, max_tokens=12, sampling=sampling).tokens == first.tokens
+
+    def test_bad_words_do_not_appear(self, harness, text: Text) -> None:
+        served, prompt = harness("deep"), text(80)
+        free = served.run(prompt, max_tokens=8).tokens
+        held = served.run(prompt, max_tokens=8, bad_words=[[free[2]], free[4:6]]).tokens
+        assert held[:2] == free[:2] and free[2] not in held
+
+    def test_a_fault_in_one_requests_sampling_fails_that_one(self, harness, text: Text, monkeypatch) -> None:
+        served, prompt = harness("deep"), text(80)
+        plain = served.run(prompt, max_tokens=30)
+        good = served.submit(prompt, max_tokens=30)
+
+        def broken(self, logits) -> None:
+            if self.params.top_k == 7:
+                raise RuntimeError("no such thing")
+
+        monkeypatch.setattr("irminsul_backend.engine.sampling.Sampler.adjust", broken)
+        bad = served.submit(text(50), max_tokens=30, sampling={"top_k": 7})
+        with pytest.raises(AssertionError, match="sampling failed: RuntimeError: no such thing"):
+            bad.result()
+        assert good.result().tokens == plain.tokens
+        assert "cache_resets" not in served.status()["counters"]
+
+
 class TestFaults:
     def test_non_finite_rows_are_caught_and_recomputed(self, harness, text: Text) -> None:
         """Poison a donor's rows: the next request notices, drops the donor and computes the prompt itself."""

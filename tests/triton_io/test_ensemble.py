@@ -70,6 +70,30 @@ class TestStreaming:
         answers = [stream.ask(**request, seed=seed).joined("output_ids") for seed in (2**64 - 1, 2**64 - 1, 7)]
         assert answers[0] == answers[1] != answers[2]
 
+    @pytest.mark.parametrize(
+        "extra",
+        [
+            {"presence_penalty": 0.5},
+            {"frequency_penalty": -0.5},
+            {"repetition_penalty": 1.3},
+            {"bad_words": ["a", "the end"]},
+            {"temperature": 0.7, "top_k": 5},
+            {"temperature": 1.2, "top_p": 0.5, "min_p": 0.1, "seed": 3},
+            {"end_id": 17},
+            {"return_log_probs": True, "temperature": 0.1},
+        ],
+        ids=lambda extra: "+".join(extra),
+    )
+    def test_every_way_of_sampling_works_and_disturbs_nobody(self, stream: Any, extra: dict[str, Any]) -> None:
+        other = stream.send(text_input=PROMPT + " on the side", max_tokens=20, ignore_eos=True)
+        answer = stream.ask(
+            text_input=PROMPT, max_tokens=6, **({"ignore_eos": True} if "end_id" not in extra else {}), **extra
+        )
+        assert not answer.error and len(answer.joined("output_ids")) == 6
+        assert len(stream.answers([other])[0].joined("output_ids")) == 20
+        (status,) = stream.ask(model="irminsul_engine", session=None, control='{"status": true}').responses
+        assert "cache_resets" not in json.loads(status["event"])["counters"]
+
 
 class TestStopWords:
     def test_text_ends_before_the_stop_word_and_the_engine_stops(self, stream: Any) -> None:
@@ -81,7 +105,7 @@ class TestStopWords:
             )
             assert answer.text == whole.text[: whole.text.index(word)]
             assert answer.responses[-1]["finish_reason"] == "stop"
-            assert usage_of(answer)["completion_tokens"] < 2000
+            assert usage_of(answer)["completion_tokens"] == sum(answer.joined("num_output_tokens")) < 2000
 
     def test_status_counts_no_request_after_its_stop(self, stream: Any) -> None:
         (status,) = stream.ask(model="irminsul_engine", session=None, control='{"status": true}').responses
@@ -119,7 +143,8 @@ class TestMetrics:
             return {name: float(value) for name, value in found}
 
         before = read()
-        usage = usage_of(stream.ask(text_input=PROMPT + " once more", max_tokens=4, ignore_eos=True))
+        answer = stream.ask(text_input=PROMPT + " once more", max_tokens=4, ignore_eos=True)
+        usage = usage_of(answer)
         after = read()
         for source in ("exact", "shifted", "computed"):
             name = f'irminsul_prompt_tokens_total{{source="{source}"}}'
@@ -127,5 +152,8 @@ class TestMetrics:
         assert after["irminsul_generated_tokens_total"] - before["irminsul_generated_tokens_total"] == 4
         ended = 'irminsul_requests_total{outcome="length"}'
         assert after[ended] - before[ended] == 1
+        stream.ask(text_input=PROMPT, max_tokens=2000, stop_words=[answer.text[4:8]], ignore_eos=True)
+        stopped = 'irminsul_requests_total{outcome="stop"}'
+        assert read()[stopped] - before[stopped] == 1
         slots = [after[f'irminsul_cache_slots{{state="{state}"}}'] for state in ("used", "capacity")]
         assert 0 < slots[0] <= slots[1]

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from irminsul_client import Client, IrminsulClientError
 
 from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.errors import ServerStartError, UnsupportedModelError
@@ -97,8 +98,27 @@ class TestStopping:
         assert "ended by itself" in err
         serving.assert_nothing_left()
 
+    def test_a_models_process_dies_under_a_request(self, serving: Serving) -> None:
+        """Triton would go on saying that it is ready; here the server ends, so that clients and probes notice."""
+        with Client(serving.grpc_url) as client:
+            chunks = client.stream(text="Once", max_tokens=2000, ignore_eos=True)
+            next(chunks)
+            (engine,) = [p for p in serving.family if any("irminsul_engine/1" in part for part in p.cmdline())]
+            engine.kill()
+            with pytest.raises(IrminsulClientError):
+                for _ in chunks:
+                    pass
+        _, err = serving.process.communicate(timeout=30)
+        assert serving.process.returncode == 1
+        assert "the process of irminsul_engine died" in err
+        serving.assert_nothing_left()
+
 
 class TestPorts:
+    def test_two_equal_ones(self) -> None:
+        with pytest.raises(ServerStartError, match="8000, 8000 must differ"):
+            choose_ports(LOCALHOST, Ports(8000, 8000, 0))
+
     def test_zeros_become_different_free_ports(self) -> None:
         ports = choose_ports(LOCALHOST, Ports())
         assert len({ports.http, ports.grpc, ports.metrics}) == 3
@@ -179,6 +199,11 @@ class TestSettings:
             (["--preset=fancy"], ["preset", "fancy", "paper"]),
             (["--session-ttl-s=7200"], ["session_ttl_s", "7200", "3600"]),
             (["--model=/nowhere"], ["/nowhere"]),
+            (["--max-batch-tokens=0"], ["max_batch_tokens", "0", "at least 1"]),
+            (["--max-running=-1"], ["max_running", "-1", "at least 1"]),
+            (["--capacity-tokens=-5"], ["capacity_tokens", "-5"]),
+            (["--dtype=int8"], ["int8", "bfloat16"]),
+            (["--http-port=99999"], ["http port 99999", "--http-port"]),
         ],
     )
     def test_a_wrong_flag_is_one_clear_line(self, flags: list[str], words: list[str]) -> None:
