@@ -202,7 +202,7 @@ def choose_ports(host: str, wanted: Ports) -> Ports:
                 listener.listen()
             except (OSError, OverflowError) as error:
                 raise ServerStartError(
-                    f"{name} port {port} on {host} cannot be used ({getattr(error, 'strerror', error)}); choose another "
+                    f"{name} port {port} on {host} cannot be used ({getattr(error, 'strerror', error)}); choose one "
                     f"with --{name}-port (0 = any free one) or IRMINSUL_{name.upper()}_PORT"
                 ) from error
             chosen[name] = listener.getsockname()[1]

@@ -86,9 +86,7 @@ class TestStreaming:
     )
     def test_every_way_of_sampling_works_and_disturbs_nobody(self, stream: Any, extra: dict[str, Any]) -> None:
         other = stream.send(text_input=PROMPT + " on the side", max_tokens=20, ignore_eos=True)
-        answer = stream.ask(
-            text_input=PROMPT, max_tokens=6, **({"ignore_eos": True} if "end_id" not in extra else {}), **extra
-        )
+        answer = stream.ask(text_input=PROMPT, max_tokens=6, ignore_eos="end_id" not in extra, **extra)
         assert not answer.error and len(answer.joined("output_ids")) == 6
         assert len(stream.answers([other])[0].joined("output_ids")) == 20
         (status,) = stream.ask(model="irminsul_engine", session=None, control='{"status": true}').responses
