@@ -157,13 +157,14 @@ def run(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = FILE_WIDTH
     console.print(tables.reuse_table(results, args.block))
-    if any(r.causes for r in results):
-        console.print(tables.causes_table(results))
-        console.print(tables.advice_lines(results))
+    one = tables.of_one_preset(results)
+    if any(r.causes for r in one):
+        console.print(tables.causes_table(one))
+        console.print(tables.advice_lines(one))
     if args.capacity:
         console.print(tables.capacity_table(results))
     if args.show_text:
-        console.print(tables.breaks_table(results, SHOWN_BREAKS))
+        console.print(tables.breaks_table(one, SHOWN_BREAKS))
     if size:
         console.print(tables.estimate_table(results, estimates))
         console.print(FORMULA.format(flops=args.flops_per_second, watts=args.watts), highlight=False)

@@ -81,6 +81,13 @@ def _cells(
     return [*cells, "-" if bound is None else f"{bound:.1f}"] if with_bound else cells
 
 
+def of_one_preset(results: Sequence[ReplayResult]) -> list[ReplayResult]:
+    """Those of `default`, or of the first preset: breaks are the same for all, only what they cost differs."""
+    presets = [r.preset for r in results]
+    chosen = "default" if "default" in presets else presets[0]
+    return [r for r in results if r.preset == chosen]
+
+
 def causes_table(results: Sequence[ReplayResult]) -> Table:
     """Why prefixes broke, over all files, a section for each scenario and preset; costliest first."""
     table = Table(title="Why the prefix broke, and what a prefix cache loses by it", box=SIMPLE_HEAD)
