@@ -26,6 +26,7 @@ SETTINGS = {
     "max_batch_tokens": ("N", "most tokens in one forward pass"),
     "max_running": ("N", "most requests computed at once"),
     "max_text_bytes": ("N", "largest prompt text, in bytes"),
+    "stream_interval_ms": ("MS", "least time between two responses of a stream; 0 = every token at once"),
     "session_ttl_s": ("SECONDS", "an idle session is forgotten after this long"),
     "threads": ("N", "threads of the engine on the CPU (0 = one per core)"),
 }

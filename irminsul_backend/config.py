@@ -36,6 +36,9 @@ class ServerConfig:
     """Most requests that are being prefilled or decoded at once; more wait in order of arrival."""
     max_text_bytes: int = 4 * 1024 * 1024
     """Largest prompt text, in bytes of UTF-8."""
+    stream_interval_ms: float = 30.0
+    """Tokens that follow the request's former response within this time wait for it to pass and go out as one response:
+    a response costs the server more than a millisecond of CPU. 0 = every token at once."""
     session_ttl_s: float = 600.0
     """An idle session is forgotten after this long."""
     require_cache_salt: bool = False

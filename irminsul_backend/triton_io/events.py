@@ -22,6 +22,8 @@ class Outgoing:
     sender: Any
     """Triton's response sender."""
     sent: int = 0
+    due: float = 0.0
+    """Seconds on the monotonic clock before which further tokens wait."""
 
 
 def merge(batch: Iterable[tuple[Outgoing, Event]]) -> list[tuple[Outgoing, Event]]:
@@ -41,6 +43,19 @@ def merge(batch: Iterable[tuple[Outgoing, Event]]) -> list[tuple[Outgoing, Event
             last[outgoing] = len(merged)
             merged.append((outgoing, event))
     return merged
+
+
+def hold_back(
+    merged: list[tuple[Outgoing, Event]], now: float
+) -> tuple[list[tuple[Outgoing, Event]], list[tuple[Outgoing, Event]]]:
+    """(what to send now, what to keep): tokens that are not due yet, unless another event of their request follows."""
+    last = {outgoing: i for i, (outgoing, _) in enumerate(merged)}
+    send: list[tuple[Outgoing, Event]] = []
+    keep: list[tuple[Outgoing, Event]] = []
+    for i, (outgoing, event) in enumerate(merged):
+        early = event.kind == "tokens" and now < outgoing.due and last[outgoing] == i
+        (keep if early else send).append((outgoing, event))
+    return send, keep
 
 
 def pack_event(event: Event) -> bytes:

@@ -30,7 +30,14 @@ PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 """Triton's usual ports. IRMINSUL_HTTP_PORT, IRMINSUL_GRPC_PORT and IRMINSUL_METRICS_PORT name others."""
 MAX_SESSION_TTL_S = 3600.0
 """`max_sequence_idle_microseconds` of irminsul_chunker: after it Triton itself forgets a session."""
-LEAST_VALUES = {"capacity_tokens": 0, "max_batch_tokens": 1, "max_running": 1, "max_text_bytes": 1, "threads": 0}
+LEAST_VALUES = {
+    "capacity_tokens": 0,
+    "max_batch_tokens": 1,
+    "max_running": 1,
+    "max_text_bytes": 1,
+    "threads": 0,
+    "stream_interval_ms": 0,
+}
 LOG_LINES = 400
 NOISE = (
     "pinned_memory_manager",

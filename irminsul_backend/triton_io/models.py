@@ -7,8 +7,10 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -16,7 +18,7 @@ import triton_python_backend_utils as pb_utils
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, IrminsulError
 from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
-from irminsul_backend.triton_io.events import Outgoing, merge, pack_event, unpack_event
+from irminsul_backend.triton_io.events import Outgoing, hold_back, merge, pack_event, unpack_event
 from irminsul_backend.triton_io.tensors import (
     CONTROL_INPUT,
     EVENT_TENSORS,
@@ -92,10 +94,13 @@ class ChunkerModel:
 class EngineModel:
     """Hands requests to the engine and its events to Triton. `execute` never waits; a thread of its own sends."""
 
-    def __init__(self, engine: Any, on_finished: Callable[[Event], None]) -> None:
+    def __init__(self, engine: Any, on_finished: Callable[[Event], None], interval_s: float) -> None:
+        """interval_s: least time between two responses with tokens of one request."""
         self._engine = engine
+        self._interval_s = interval_s
         self._on_finished = on_finished
         self._outbox: queue.SimpleQueue[tuple[Outgoing, Event] | None] = queue.SimpleQueue()
+        self._wake = threading.Event()
         self._sender = threading.Thread(target=self._send_all, name="irminsul-sender", daemon=True)
         self._sender.start()
 
@@ -110,6 +115,7 @@ class EngineModel:
     def finalize(self) -> None:
         self._engine.close()
         self._outbox.put(None)
+        self._wake.set()
         self._sender.join(timeout=2)
 
     def _submit(self, request: Any, sender: Any) -> None:
@@ -126,7 +132,7 @@ class EngineModel:
             fields["token_ids"],
             fields["chunk_ends"],
             fields["fingerprints"],
-            lambda event: self._outbox.put((outgoing, event)),
+            partial(self._on_event, outgoing),
         )
 
     def _control(self, data: bytes, sender: Any) -> None:
@@ -147,19 +153,36 @@ class EngineModel:
                 f'control is {data.decode(errors="replace")}; it must be {{"stop": key}} or {{"status": true}}'
             )
 
+    def _on_event(self, outgoing: Outgoing, event: Event) -> None:
+        """On the engine's thread, which a woken sender would keep waiting for the interpreter: wake it only if due."""
+        self._outbox.put((outgoing, event))
+        if event.kind != "tokens" or time.monotonic() >= outgoing.due:
+            self._wake.set()
+
     def _send_all(self) -> None:
-        closing = False
-        while not closing:
-            batch = [self._outbox.get()]
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    batch.append(self._outbox.get_nowait())
-            closing = None in batch
-            for outgoing, event in merge([item for item in batch if item is not None]):
+        held: list[tuple[Outgoing, Event]] = []
+        closing, latest_due = False, 0.0
+        while not closing or held:
+            wait = latest_due - time.monotonic()  # behind it whatever comes is due, and wakes
+            self._wake.wait(timeout=wait if wait > 0 else None)
+            self._wake.clear()
+            batch = self._drain()
+            closing = closing or None in batch
+            now = float("inf") if closing else time.monotonic()
+            send, held = hold_back(merge([*held, *(item for item in batch if item is not None)]), now)
+            for outgoing, event in send:
                 try:
                     self._send(outgoing, event)
                 except Exception:
                     logger.exception("an event was not sent")
+                latest_due = max(latest_due, outgoing.due)
+
+    def _drain(self) -> list[tuple[Outgoing, Event] | None]:
+        batch: list[tuple[Outgoing, Event] | None] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                batch.append(self._outbox.get_nowait())
+        return batch
 
     def _send(self, outgoing: Outgoing, event: Event) -> None:
         final = event.kind in ("finished", "error")
@@ -167,6 +190,8 @@ class EngineModel:
             self._on_finished(event)
         event = replace(event, index=outgoing.sent)
         outgoing.sent += 1
+        if event.kind == "tokens":
+            outgoing.due = time.monotonic() + self._interval_s
         values = {"output_ids": event.token_ids, "output_log_probs": event.log_probs, "event": pack_event(event)}
         outgoing.sender.send(respond(EVENT_TENSORS, values), flags=FINAL if final else 0)
 

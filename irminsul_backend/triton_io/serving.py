@@ -26,7 +26,7 @@ def make_engine() -> EngineModel:
     set_up_logging(config)
     engine = Engine.from_config(config)
     engine.start()
-    return EngineModel(engine, EngineMetrics(engine).count)
+    return EngineModel(engine, EngineMetrics(engine).count, config.stream_interval_ms / 1000)
 
 
 def make_detokenizer() -> DetokenizerModel:

@@ -15,7 +15,7 @@ from irminsul_backend.errors import InvalidRequestError
 from irminsul_backend.fields import KNOWN_FIELDS
 from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams, Usage
 from irminsul_backend.triton_io import tensors
-from irminsul_backend.triton_io.events import Outgoing, merge, pack_event, unpack_event
+from irminsul_backend.triton_io.events import Outgoing, hold_back, merge, pack_event, unpack_event
 from irminsul_backend.triton_io.launcher import MAX_SESSION_TTL_S, find_model_repository
 from irminsul_backend.triton_io.tensors import TensorSpec, from_array, to_array
 
@@ -144,3 +144,16 @@ def test_events_arrive_as_they_were_sent(
     assert back.request is not None
     assert back.request.pack() == request.pack()
     assert {**vars(back), "request": None} == {**vars(event), "request": None}
+
+
+def test_tokens_wait_until_they_are_due_and_nothing_overtakes_them() -> None:
+    early, due = Outgoing(None, due=5.0), Outgoing(None, due=1.0)
+    tokens = [Event("a", 3, "tokens", (7,)), Event("b", 3, "tokens", (8,))]
+    batch = [(early, tokens[0]), (due, tokens[1])]
+    assert hold_back(batch, 2.0) == ([(due, tokens[1])], [(early, tokens[0])])
+    assert hold_back(batch, float("inf")) == (batch, [])
+    error = (early, Event("a", 4, "error", error="lost"))
+    send, keep = hold_back([*batch, error], 2.0)
+    assert keep == [] and send == [*batch, error], "an error must not come before the tokens that were held"
+    first = (Outgoing(None), Event("c", 1, "tokens", (9,)))
+    assert hold_back([first], 0.0) == ([first], []), "the first token never waits"
