@@ -56,7 +56,7 @@ PRESETS = {
         _PAPER,
         replace(_PAPER, name="paper+s1", s1_window=128),
         replace(_PAPER, name="paper+extension", extension=True, min_segment=32),
-        Preset("default", 16, 4, 48, 16, 256, structure_cuts=True, extension=True, min_segment=32),
+        Preset("default", 16, 4, 32, 16, 256, structure_cuts=True, extension=True, min_segment=32),
         Preset("grams", 32, 2, 32, 8, 256, structure_cuts=False, extension=True, min_segment=32, gram=32),
     )
 }
