@@ -1,6 +1,6 @@
 """`make bench`: what the server gains and costs, as ratios taken side by side in one run on the shipped model.
 
-    OMP_WAIT_POLICY=passive python -m irminsul_backend.bench [--only shifted stream memory] [--json FILE]
+    OMP_WAIT_POLICY=passive python -m irminsul_backend.bench [--only planning shifted stream memory] [--json FILE]
 
 The variable is what the server gives its own engine; the engine in this process must run like it. Absolute times
 depend on the machine; the ratios are what is compared with the bars.
@@ -14,7 +14,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from irminsul_backend.cache import CachedSequence, Registry, plan
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.engine import Engine
@@ -126,6 +126,42 @@ class Bench:
         return round(sum(p.memory_info().rss for p in [root, *root.children(recursive=True)]) / 1e6, 1)
 
 
+def planning(progress: Progress, repeats: int = 9, cached: int = 10_000_000) -> dict[str, Any]:
+    """One core, no server: cut and fingerprint a 100,000-token prompt, plan it against 10 million cached tokens."""
+    preset, rng, piece = PRESETS["default"], np.random.default_rng(0), 50_000
+    no_slots, exact = np.empty(0, np.int32), np.zeros(piece, np.int16)
+    registry, donors = Registry(), []
+    for _ in range(cached // piece):
+        ids = rng.integers(0, 129_000, piece).astype(np.int32)
+        ends = cut(ids, preset)
+        prints = fingerprint(ids, ends, "n")
+        donors.append(CachedSequence("n", "", ids, no_slots, exact, ends, prints, length=piece))
+    before = psutil.Process().memory_info().rss
+    for donor in progress.track(donors, description="registering"):
+        registry.publish(donor)
+    index_bytes = (psutil.Process().memory_info().rss - before) / cached
+    places = zip(rng.integers(0, len(donors), 95), rng.integers(100, piece - 1000, 95), strict=True)
+    moved = [donors[i].token_ids[at : at + 1000] for i, at in places]
+    prompt = np.concatenate((rng.integers(0, 129_000, 5000), *moved)).astype(np.int32)
+    cutting, planned = [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        ends = cut(prompt, preset)
+        prints = fingerprint(prompt, ends, "n")
+        middle = time.perf_counter()
+        plan(registry, "n", prompt, ends, prints, reuse="content", extension=True, min_segment=preset.min_segment)
+        cutting.append(1000 * (middle - start))
+        planned.append(1000 * (time.perf_counter() - middle))
+    cut_ms, plan_ms = statistics.median(cutting), statistics.median(planned)
+    return {
+        "cut_and_fingerprint_ms": cut_ms,
+        "plan_ms": plan_ms,
+        "index_bytes_per_cached_token": index_bytes,
+        "bar": "cut <= 10 ms, plan <= 20 ms, index <= 24 bytes",
+        "met": cut_ms <= 10 and plan_ms <= 20 and index_bytes <= 24,
+    }
+
+
 def _direct(engine: Engine, prompt: np.ndarray, tokens: int, key: str) -> list[float]:
     """Times at which the engine reported each token."""
     times: list[float] = []
@@ -145,21 +181,27 @@ def _direct(engine: Engine, prompt: np.ndarray, tokens: int, key: str) -> list[f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Benchmarks of the served demo model, as ratios within this run.")
-    names = ("shifted", "stream", "memory")
+    parser = argparse.ArgumentParser(
+        description="Benchmarks of the planner and of the served demo model, side by side."
+    )
+    served = {"shifted": Bench.shifted, "stream": Bench.stream, "memory": Bench.memory}
+    names = ("planning", *served)
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="parts to run (default: all)")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args()
     console = Console()
     results: dict[str, dict[str, Any]] = {}
-    with running_server() as server, Progress(console=console, transient=True) as progress:
-        bench = Bench(server, progress)
-        parts: dict[str, Callable[[], dict[str, Any]]] = {name: getattr(bench, name) for name in args.only}
-        for name, part in parts.items():
-            results[name] = part()
-        bench.client.close()
+    with Progress(console=console, transient=True) as progress:
+        if "planning" in args.only:
+            results["planning"] = planning(progress)
+        if set(args.only) & set(served):
+            with running_server() as server:
+                bench = Bench(server, progress)
+                results.update({name: part(bench) for name, part in served.items() if name in args.only})
+                bench.client.close()
     for name, result in results.items():
-        table = Table(title=(getattr(Bench, name).__doc__ or "").strip(), title_justify="left", show_header=False)
+        about = (planning if name == "planning" else served[name]).__doc__ or ""
+        table = Table(title=about.strip(), title_justify="left", show_header=False)
         for key, value in result.items():
             table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
         console.print(table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,9 +66,10 @@ def plan(
     if reuse == "exact":
         return segments
 
+    places = _Places(registry, namespace, also_try)
     cursor = max(prefix, SINK_TOKENS)
     former = segments[-1] if segments else None
-    ends, starts = chunk_ends.tolist(), chunk_starts(chunk_ends, gram).tolist()
+    ends, starts, prints = chunk_ends.tolist(), chunk_starts(chunk_ends, gram).tolist(), fingerprints.tolist()
     at = int(np.searchsorted(chunk_ends, cursor, side="right"))
     while at < len(ends):
         start, end = starts[at], min(ends[at], last)
@@ -76,16 +77,16 @@ def plan(
             break
         found = None
         if extension and former is not None:
-            found = _resumed(token_ids, cursor, min(end + min_segment, last), former, min_segment)
+            # what lies before this chunk was looked at with the chunk before
+            found = _resumed(token_ids, max(cursor, start), min(end + min_segment, last), former, min_segment)
         if found is not None:
             found = _extended(token_ids, found, cursor, last)
-        else:
-            probes = [(start, end, int(fingerprints[at]))]
-            found = _probe(registry, namespace, token_ids, probes, cursor, last, extension, also_try)
+        elif prints[at] in places:
+            found = _probe(places, token_ids, [(start, end, prints[at])], cursor, last, extension)
         if found is None and registry.s1_window:
             windows = s1_windows(token_ids, start, end, registry.s1_window, namespace)
             probes = [(begin, begin + registry.s1_window, key) for begin, key in windows]
-            found = _probe(registry, namespace, token_ids, probes, cursor, last, extension, also_try)
+            found = _probe(places, token_ids, probes, cursor, last, extension)
         at += 1
         if found is None:
             continue
@@ -132,41 +133,45 @@ def _resumed(token_ids: np.ndarray, start: int, end: int, former: Segment, least
     return Segment(start + int(first), start + int(after), donor, start + int(first) - shift, False)
 
 
+class _Places:
+    """Where a chunk may lie: its first place in each donor of `also_try`, then the registry's latest copy."""
+
+    def __init__(self, registry: Registry, namespace: str, also_try: Sequence[CachedSequence]) -> None:
+        self._known = registry.content(namespace)
+        self._also_try = [
+            (donor, dict(zip(donor.fingerprints.tolist()[::-1], donor.chunk_starts.tolist()[::-1], strict=True)))
+            for donor in also_try
+        ]
+
+    def __contains__(self, fingerprint: int) -> bool:
+        return fingerprint in self._known or any(fingerprint in starts for _, starts in self._also_try)
+
+    def __getitem__(self, fingerprint: int) -> list[Place]:
+        found = [Place(donor, starts[fingerprint]) for donor, starts in self._also_try if fingerprint in starts]
+        latest = self._known.get(fingerprint)
+        if latest is not None and all(latest.donor is not place.donor for place in found):
+            found.append(latest)
+        return found
+
+
 def _probe(
-    registry: Registry,
-    namespace: str,
+    places: _Places,
     token_ids: np.ndarray,
     probes: Sequence[tuple[int, int, int]],
     cursor: int,
     last: int,
     extension: bool,
-    also_try: Sequence[CachedSequence],
 ) -> Segment | None:
     """Look up (start, end, fingerprint) one after the other; of the first one's places take what grows longest."""
     for start, end, fingerprint in probes:
         begin = max(start, cursor)
         if begin >= end:
             continue
-        places = _places(registry, namespace, fingerprint, also_try)
-        anchors = [_checked(token_ids, begin, end, p.donor, p.offset + begin - start) for p in places]
+        anchors = [_checked(token_ids, begin, end, p.donor, p.offset + begin - start) for p in places[fingerprint]]
         found = [_extended(token_ids, a, cursor, last) if extension else a for a in anchors if a is not None]
         if found:
             return max(found, key=lambda s: s.end - s.start)
     return None
-
-
-def _places(
-    registry: Registry, namespace: str, fingerprint: int, also_try: Sequence[CachedSequence]
-) -> Iterator[Place]:
-    """Where the chunk may lie: its first place in each donor of `also_try`, then the registry's latest copy."""
-    for donor in also_try:
-        same = donor.fingerprints == np.uint64(fingerprint)
-        at = int(same.argmax()) if len(same) else 0
-        if len(same) and same[at]:
-            yield Place(donor, int(donor.chunk_starts[at]))
-    place = registry.find_chunk(namespace, fingerprint)
-    if place is not None and place.donor not in also_try:
-        yield place
 
 
 def _checked(token_ids: np.ndarray, start: int, end: int, donor: CachedSequence, donor_start: int) -> Segment | None:

@@ -5,7 +5,7 @@ A registry only ever proposes. The planner compares token ids before anything is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -90,9 +90,10 @@ class Registry:
         if not index.content and not index.prefix:
             del self._namespaces[sequence.namespace]
 
-    def find_chunk(self, namespace: str, fingerprint: int) -> Place | None:
+    def content(self, namespace: str) -> Mapping[int, Place]:
+        """Where each known fingerprint of the namespace lies; the registry's own table, to be read at once."""
         index = self._namespaces.get(namespace)
-        return index.content.get(fingerprint) if index else None
+        return index.content if index else {}
 
     def find_prefix(self, namespace: str, token_ids: np.ndarray) -> CachedSequence | None:
         """The donor behind the longest known prefix of `token_ids`, in blocks."""
