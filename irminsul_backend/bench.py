@@ -14,6 +14,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -184,7 +185,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Benchmarks of the planner and of the served demo model, side by side."
     )
-    served = {"shifted": Bench.shifted, "stream": Bench.stream, "memory": Bench.memory}
+    served: dict[str, Callable[[Bench], dict[str, Any]]] = {
+        "shifted": Bench.shifted,
+        "stream": Bench.stream,
+        "memory": Bench.memory,
+    }
     names = ("planning", *served)
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="parts to run (default: all)")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
