@@ -47,6 +47,19 @@ def rolling_hash(ids: np.ndarray, preset: Preset) -> np.ndarray:
     return h
 
 
+def visible_marker(preset: Preset, vocab_size: int, seed: int = 0) -> np.ndarray:
+    """`window` ids behind which any prompt may be cut, whatever stands before them (paper, S2): int32 [window].
+
+    They fill the hash's window, so a cut is wanted at their end in every prompt that holds them. Unlike a cut marker in
+    the text they cost tokens and the model sees them; they exist to be compared with it.
+    """
+    rng = np.random.default_rng(seed)
+    while True:
+        ids = rng.integers(0, vocab_size, preset.window).astype(np.int32)
+        if rolling_hash(ids, preset)[-1] < np.uint64(preset.threshold):
+            return ids
+
+
 def gram_hashes(ids: np.ndarray, gram: int) -> np.ndarray:
     """A 64-bit hash of every run of `gram` ids (a power of two), by its first id. int32 [n] -> uint64 [n - gram + 1].
 

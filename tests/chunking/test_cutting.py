@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irminsul_backend.chunking import PRESETS, Preset, cut, recut
+from irminsul_backend.chunking import PRESETS, Preset, cut, recut, visible_marker
 from irminsul_backend.chunking.cutting import rolling_hash
 
 MASK = (1 << 64) - 1
@@ -134,6 +134,18 @@ class TestCut:
         preset = PRESETS["default"]
         ids = np.zeros(60, np.int32)
         assert cut(ids, preset, np.array([20, 25, 45], np.int32)).tolist()[:2] == [20, 45]
+
+    def test_the_papers_visible_marker_makes_its_region_a_unit(self) -> None:
+        preset, rng = PRESETS["paper"], np.random.default_rng(8)
+        marker, region = visible_marker(preset, 8192), rng.integers(0, 8192, 300).astype(np.int32)
+        cuts_at_the_end = 0
+        for _ in range(40):
+            before, after = (rng.integers(0, 8192, int(n)).astype(np.int32) for n in rng.integers(40, 600, 2))
+            ids = np.concatenate((before, marker, region, marker, after))
+            first = len(before) + len(marker)
+            ends = set(cut(ids, preset).tolist())
+            cuts_at_the_end += first in ends and first + len(region) + len(marker) in ends
+        assert cuts_at_the_end >= 20, "only an earlier cut less than the minimum away may prevent it"
 
     @pytest.mark.parametrize("name", sorted(PRESETS))
     def test_an_edge_is_a_cut_in_every_preset(self, name: str) -> None:
