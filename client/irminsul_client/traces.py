@@ -54,10 +54,10 @@ def read_trace(path: str | Path) -> Iterator[TraceSession]:
 def open_lines(path: Path, errors: str = "strict") -> TextIO:
     """The text of a plain, ``.gz`` or ``.zst`` file, line by line; `errors` as in `open`."""
     if path.name.endswith(".zst"):
-        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding="utf-8", errors=errors, newline="\n")
+        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding="utf-8-sig", errors=errors, newline="\n")
     if path.name.endswith(".gz"):
-        return gzip.open(path, "rt", encoding="utf-8", errors=errors, newline="\n")
-    return path.open(encoding="utf-8", errors=errors, newline="\n")
+        return gzip.open(path, "rt", encoding="utf-8-sig", errors=errors, newline="\n")
+    return path.open(encoding="utf-8-sig", errors=errors, newline="\n")
 
 
 class _ZstdFile(io.RawIOBase):
@@ -112,7 +112,8 @@ def session_from_row(row: Any, where: str) -> TraceSession:
         raise TraceError(f"{where}: not an object with session_id and turns")
     session_id, turns = row.get("session_id"), row.get("turns")
     if not (isinstance(session_id, str) and session_id):
-        raise TraceError(f"{where}: session_id is {session_id!r}; it must be a text")
+        found = "empty or missing" if session_id in (None, "") else f"of type {type(session_id).__name__}"
+        raise TraceError(f"{where}: session_id is {found}; it must be a text")
     if not (isinstance(turns, list) and turns):
         raise TraceError(f"{where}: turns must be a list with at least one turn")
     return TraceSession(session_id, tuple(_messages(turn, f"{where}: turn {t}") for t, turn in enumerate(turns)))

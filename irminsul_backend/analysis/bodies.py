@@ -138,7 +138,7 @@ def _text(content: Any, where: str, note: Note) -> str:
         elif kind == "tool_use":
             texts.append(_json({"name": block.get("name"), "input": block.get("input")}))
         else:
-            note(f"{where}: a part of type {kind!r} was left out; only text and tool calls are read")
+            note(f"{where}: a part of type {str(kind)[:32]!r} was left out; only text and tool calls are read")
     return "\n".join(texts)
 
 

@@ -29,6 +29,8 @@ from irminsul_backend.errors import InvalidRequestError
 
 EVERY_SCENARIO = "every"
 SHOWN_BREAKS = 10
+MOST_TOKENS = 100_000_000
+"""Of a capacity: its slots take 10 bytes each."""
 FILE_WIDTH = 140
 """Columns of output that does not go to a terminal."""
 
@@ -132,9 +134,11 @@ def _scenarios(text: str) -> list[str]:
 def _count(text: str) -> int:
     unit = {"k": 1_000, "m": 1_000_000}.get(text[-1:].lower(), 1)
     digits = text[:-1] if unit > 1 else text
-    value = int(digits) * unit if digits.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens of at least 1, such as 16, 200k or 1M")
+    value = int(digits) * unit if digits.isdecimal() and len(digits) < 10 else 0
+    if not 1 <= value <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(
+            f"{text[:32]!r} is not a number of tokens from 1 to {MOST_TOKENS:,}, such as 16, 200k or 1M"
+        )
     return value
 
 
@@ -147,10 +151,12 @@ def run(args: argparse.Namespace) -> int:
     from irminsul_backend.analysis import tables
 
     size = load_size(args.model) if args.model else None
-    if args.flops_per_second <= 0 or args.watts < 0:
+    if not (0 < args.flops_per_second < float("inf") and 0 < args.watts < float("inf")):
         raise InvalidRequestError(
-            f"--flops-per-second is {args.flops_per_second:g} and --watts {args.watts:g}; they must be positive"
+            f"--flops-per-second is {args.flops_per_second:g} and --watts {args.watts:g}; "
+            "both must be positive and finite"
         )
+    _check_paths(args)
     results = analyze(args, Console(stderr=True))
     estimates = [estimate(r, size, args.flops_per_second, args.watts) for r in results] if size else []
     console = Console()
@@ -189,6 +195,21 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidRequestError(f"{args.report} cannot be written: {error.strerror}") from error
         console.print(f"report: {args.report}", highlight=False)
     return 0
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    """Refuse before the work what would fail after it, or overwrite an input."""
+    for path in args.files:
+        if not Path(path).exists() or Path(path).is_dir():
+            raise InvalidRequestError(f"{path or repr(path)} is not a file that can be read")
+    outputs = {name: path for name in ("json", "report") if (path := getattr(args, name)) is not None}
+    for name, path in outputs.items():
+        if not Path(path).name or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+            raise InvalidRequestError(f"--{name} {path or repr(path)} cannot be written: no such folder, or it is one")
+        if Path(path).resolve() in {Path(source).resolve() for source in args.files}:
+            raise InvalidRequestError(f"--{name} {path} is one of the files to read; it would be overwritten")
+    if len({Path(path).resolve() for path in outputs.values()}) < len(outputs):
+        raise InvalidRequestError(f"--json and --report both name {args.json!r}")
 
 
 def analyze(args: argparse.Namespace, console: Console) -> list[ReplayResult]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +23,8 @@ EXPECTED = (
     'expected one JSON object a line: a session {"session_id", "turns": [{"messages"}]}, or a request body with '
     '"messages" (OpenAI or Anthropic) or "prompt"; or a .txt file with one prompt a line; .gz and .zst of them too'
 )
+NAME_LENGTH = 32
+"""Most characters of a role or field name that a problem quotes."""
 CONCURRENT_SESSIONS = 8
 """Sessions of a trace that take turns in a replay."""
 
@@ -67,6 +71,11 @@ def interleaved(lengths: list[int], width: int = CONCURRENT_SESSIONS) -> Iterato
         active = going_on
 
 
+def shown(name: str) -> str:
+    """A name from the file, for a message: quoted, escaped and short, because it may be somebody's text."""
+    return repr(name if len(name) <= NAME_LENGTH else name[:NAME_LENGTH] + "...")
+
+
 class _Reader:
     def __init__(self, path: Path) -> None:
         self.log = PromptLog(str(path))
@@ -84,10 +93,10 @@ class _Reader:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         self._read_line(number, line)
+        except (zstandard.ZstdError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+            self._note(number + 1, f"the compressed data is damaged from here on ({error})")
         except OSError as error:
             raise TraceError(f"{self._path} cannot be read: {error.strerror or error}") from error
-        except (zstandard.ZstdError, EOFError) as error:
-            self._note(number + 1, f"the compressed data is damaged from here on ({error})")
         self._finish()
 
     def _finish(self) -> None:
@@ -128,6 +137,8 @@ class _Reader:
             raise InvalidRequestError(f"not JSON ({error})") from error
         if row is not None and not isinstance(row, dict):
             raise InvalidRequestError(f"a JSON {type(row).__name__}, not an object")
+        if "\\ud" in line.lower():  # an escape that may be half of a pair: whole pairs are characters by now
+            self._check_text(json.dumps(row, ensure_ascii=False))
         return row
 
     def _add_session(self, number: int, row: dict[str, Any]) -> None:
@@ -139,7 +150,7 @@ class _Reader:
     def _add_body(self, number: int, row: dict[str, Any]) -> None:
         body = find_body(row)
         if body is None:
-            fields = ", ".join(list(row)[:5]) or "none"
+            fields = ", ".join(shown(name) for name in list(row)[:5]) or "none"
             raise InvalidRequestError(f"neither a session nor a request body; its fields are {fields}")
         notes: dict[str, None] = {}  # in order, each once
         key, user = session_key(row), user_key(row)
@@ -173,7 +184,7 @@ class _Reader:
     def _report_roles(self, number: int, messages: list[Message] | tuple[Message, ...]) -> None:
         for role in dict.fromkeys(m["role"] for m in messages if m["role"] not in KNOWN_ROLES):
             count = sum(m["role"] == role for m in messages)
-            self._note(number, f"role {role!r} of {count} messages is not known; they were used as they are")
+            self._note(number, f"role {shown(role)} of {count} messages is not known; they were used as they are")
 
     def _check_text(self, text: str) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -108,12 +109,54 @@ def test_wrong_flags(trace: Path, options: list[str], said: str, capsys: pytest.
         (["--watts", "-1", "--model", "kimi-k2"], "must be positive"),
         (["--json", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
         (["--report", "/nowhere/x.html"], "/nowhere/x.html cannot be written"),
+        (["--report", ""], "'' cannot be written"),
+        (["--json", "/tmp/same.out", "--report", "/tmp/same.out"], "--json and --report both name '/tmp/same.out'"),
+        (["--model", "deepseek-v3", "--watts", "inf"], "both must be positive and finite"),
+        (["--model", "deepseek-v3", "--flops-per-second", "nan"], "both must be positive and finite"),
     ],
 )
 def test_errors_are_one_line(trace: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", str(trace), *options]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("irminsul: ")]
     assert said in line
+
+
+def test_an_input_is_never_overwritten(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = trace.read_bytes()
+    for name in ("--json", "--report"):
+        assert main(["analyze", str(trace), name, str(trace)]) == 1
+        assert "would be overwritten" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
+def test_what_may_be_text_is_quoted_short_and_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half surrogate pairs, control characters and long names cost their line only; a byte order mark costs nothing."""
+    good = {"messages": [{"role": "user", "content": "hi"}]}
+    lines = [
+        good,
+        {"messages": [{"role": "\ud800", "content": "hi"}]},
+        {"session_id": "\udc00", **good},
+        {"\x1b[31mred" + "x" * 400: 1},
+        {"session_id": {"note": "CANARY"}, "turns": [good]},
+        {"messages": [{"role": "r" * 400, "content": "pair \U0001f642 is fine"}]},
+    ]
+    path, out = tmp_path / "log.jsonl", tmp_path / "out.json"
+    path.write_text("\ufeff" + "\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    assert main(["analyze", str(path), "--json", str(out)]) == 0
+    problems = json.loads(out.read_text())["results"][0]["problems"]
+    assert [p.split("line ")[1].split(":")[0] for p in problems] == ["2", "3", "4", "5", "6"]
+    assert "half of a surrogate pair" in problems[0] and "half of a surrogate pair" in problems[1]
+    assert not any("CANARY" in p or "\x1b" in p or len(p) > 200 + len(str(path)) for p in problems)
+    assert json.loads(out.read_text())["results"][0]["prompts"] == 2
+
+
+def test_a_damaged_gz_keeps_what_came_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "log.jsonl.gz", tmp_path / "out.json"
+    line = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode() + b"\n"
+    path.write_bytes(gzip.compress(line * 3) + b"garbage here")
+    assert main(["analyze", str(path), "--json", str(out)]) == 0
+    result = json.loads(out.read_text())["results"][0]
+    assert result["prompts"] == 3 and "damaged" in result["problems"][0]
 
 
 def test_a_file_that_is_missing_or_of_no_known_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

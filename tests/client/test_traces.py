@@ -56,7 +56,7 @@ class TestRead:
         [
             ("{", "not JSON"),
             ("[1]", "not an object"),
-            ('{"turns": []}', "session_id is None"),
+            ('{"turns": []}', "session_id is empty or missing"),
             ('{"session_id": "a", "turns": []}', "at least one turn"),
             ('{"session_id": "a", "turns": [{}]}', "turn 0: messages must be"),
             ('{"session_id": "a", "turns": [{"messages": []}]}', "turn 0: messages must be"),
