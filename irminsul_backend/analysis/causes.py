@@ -31,6 +31,7 @@ CAUSES: dict[str, str] = {
 """Advice by name of a cause."""
 
 SYSTEM_ROLES = ("system", "developer")
+OUTPUT_ROLES = ("tool", "function")
 HEADER_CHANGE = 512
 """Characters; a longer change in the first message is a rewrite, not a header."""
 HEADER_CONTEXT = 32
@@ -83,7 +84,7 @@ def classify(former: Sequence[Part], current: Sequence[Part]) -> str:
     if _is_header(former, current, at):
         return "header"
     if was[0] in SYSTEM_ROLES:
-        return "rewritten_message"
+        return "moved_reminder" if _system_moved(former, current, at) else "rewritten_message"
     known, staying = set(former[at:]), set(current[at:])
     if was in staying:
         if now in known:
@@ -92,7 +93,7 @@ def classify(former: Sequence[Part], current: Sequence[Part]) -> str:
         return "moved_reminder" if at == len(former) - 1 and _is_aside(was, current) else "rewritten_message"
     if _was_trimmed(former, current, at, known, staying):
         return "trimmed_history"
-    if was[0] == now[0] and len(now[1]) < len(was[1]):
+    if was[0] == now[0] and len(now[1]) < len(was[1]) and _is_output(current, at):
         return "pruned_output"
     if _same_but_volatile(was[1], now[1]) and was[0] == now[0]:
         return "header"
@@ -132,6 +133,34 @@ def _same_but_volatile(was: str, now: str) -> bool:
 def _is_aside(part: Part, current: Sequence[Part]) -> bool:
     """Whether a message was sent again as one of the newest: with at most one behind it."""
     return part in current[-2:]
+
+
+def _system_moved(former: Sequence[Part], current: Sequence[Part], at: int) -> bool:
+    """Whether a system message near the end now stands near the new end, behind what followed it, clocks apart."""
+    role, was = former[at]
+    if not _is_newest(former, at):
+        return False
+    for place in range(at + 1, len(current)):
+        new_role, now = current[place]
+        if role == new_role and _is_newest(current, place) and _same_but_volatile(was, now):
+            return at + 1 == len(former) or former[at + 1] in current[at:place]
+    return False
+
+
+def _is_newest(parts: Sequence[Part], place: int) -> bool:
+    """Whether a message is one of the last two, or stands just before the last user message."""
+    users = [i for i, (role, _) in enumerate(parts) if role == "user"]
+    return place >= len(parts) - 2 or (bool(users) and place == users[-1] - 1)
+
+
+def _is_output(current: Sequence[Part], at: int) -> bool:
+    """Whether a message can be what a tool said: by its role, or a user's answer to the assistant, not the newest.
+
+    The newest message of a user is a question; in prompts made from a template it is what differs.
+    """
+    if current[at][0] in OUTPUT_ROLES:
+        return True
+    return current[at][0] == "user" and 0 < at < len(current) - 1 and current[at - 1][0] == "assistant"
 
 
 def _reminder_left(former: Sequence[Part], current: Sequence[Part], at: int) -> bool:

@@ -26,6 +26,8 @@ REMEMBERED_TURNS = 4
 """Former prompts of a session among which the most similar one is looked for."""
 BATCH = 32
 """Prompts tokenised at once."""
+GREW = "new_text"
+"""The cause that stands for none."""
 CONTEXT_TOKENS = 12
 """Shown on either side of a break."""
 
@@ -132,26 +134,45 @@ class _Former(NamedTuple):
     ids: np.ndarray
 
 
+class FoundBreak(NamedTuple):
+    """Where a prompt left former ones of its session, with nothing lost so far."""
+
+    nearest: Break
+    """From the most similar one."""
+    latest: Break | None
+    """From the latest one, where the nearest has no cause and the latest holds messages that the nearest lacks."""
+
+    def with_loss(self, lost: int) -> Break:
+        """What only grew loses nothing; if tokens were lost all the same, the prompt in between was another one."""
+        return replace(self.latest if self.latest and lost else self.nearest, lost=lost)
+
+
 class BreakFinder:
-    """Compares each prompt with the most similar former one of its session."""
+    """Compares each prompt with the most similar one of its session, and with the latest where that says more."""
 
     def __init__(self, tokenizer: PromptTokenizer, show_text: bool) -> None:
         self._tokenizer = tokenizer
         self._show_text = show_text
         self._former: dict[str, deque[_Former]] = {}
 
-    def find(self, turn: Turn, prompt: Prompt) -> Break | None:
-        """The break, with nothing lost so far; None for the first prompt of a session."""
+    def find(self, turn: Turn, prompt: Prompt) -> FoundBreak | None:
+        """None for the first prompt of a session."""
         current = _Former(parts_of(turn.messages), prompt.ids)
         remembered = self._former.setdefault(turn.session, deque(maxlen=REMEMBERED_TURNS))
         found = None
         if remembered:
             former = max(reversed(remembered), key=lambda f: likeness(f.parts, current.parts))
-            at = common_prefix(former.ids, prompt.ids)
-            shown = self._texts(former.ids, prompt.ids, at) if self._show_text else {}
-            found = Break(turn.session, turn.turn, at, classify(former.parts, current.parts), 0, **shown)
+            nearest, latest = self._compare(turn, former, current), None
+            if nearest.cause == GREW and set(remembered[-1].parts).intersection(current.parts).difference(former.parts):
+                latest = self._compare(turn, remembered[-1], current)
+            found = FoundBreak(nearest, latest)
         remembered.append(current)
         return found
+
+    def _compare(self, turn: Turn, former: _Former, current: _Former) -> Break:
+        at = common_prefix(former.ids, current.ids)
+        shown = self._texts(former.ids, current.ids, at) if self._show_text else {}
+        return Break(turn.session, turn.turn, at, classify(former.parts, current.parts), 0, **shown)
 
     def _texts(self, former: np.ndarray, ids: np.ndarray, at: int) -> dict[str, str]:
         decode, after = self._tokenizer.decode, at + CONTEXT_TOKENS
@@ -200,7 +221,7 @@ def replay(
     """
     known: list[tuple[str, Prompt]] = []
     places: list[tuple[str, int]] = []
-    breaks: dict[int, Break] = {}
+    breaks: dict[int, FoundBreak] = {}
     finder = BreakFinder(tokenizer, options.show_text)
     waiting = iter(turns)
     while batch := list(islice(waiting, BATCH)):
@@ -224,7 +245,7 @@ def replay(
         del cache
         for place, (_, prompt), count in zip(places, known, counts, strict=True):
             result.prompts.append(_prompt_result(*place, len(prompt.ids), count, options.block))
-        result.breaks = [replace(found, lost=counts[at].content) for at, found in breaks.items()]
+        result.breaks = [found.with_loss(counts[at].content) for at, found in breaks.items()]
         result.causes = _causes(result.breaks)
         for capacity in options.capacities:
             limited = LimitedCache(preset, capacity)
@@ -268,12 +289,12 @@ def _prompt_result(session: str, turn: int, tokens: int, count: ReuseCount, bloc
 
 
 def _causes(breaks: Sequence[Break]) -> list[Cause]:
-    """Costliest first."""
+    """Costliest first; without advice where nothing was lost."""
     causes = []
     for name, advice in CAUSES.items():
         lost = [b.lost for b in breaks if b.cause == name]
         if lost:
-            causes.append(Cause(name, len(lost), sum(lost), advice))
+            causes.append(Cause(name, len(lost), sum(lost), advice if sum(lost) else ""))
     return sorted(causes, key=lambda cause: -cause.lost)
 
 

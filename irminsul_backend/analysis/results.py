@@ -48,6 +48,7 @@ class Cause:
     prompts: int
     lost: int
     advice: str
+    """Empty if nothing was lost."""
 
 
 @dataclass(frozen=True)

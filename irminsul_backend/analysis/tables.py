@@ -18,6 +18,7 @@ from irminsul_backend.analysis.estimate import Estimate
 from irminsul_backend.analysis.results import ReplayResult
 
 SHOWN_PROBLEMS = 5
+NO_CAUSE = "(first prompts)"
 
 
 def percent(part: int, whole: int) -> str:
@@ -82,7 +83,7 @@ def _cells(
 
 
 def of_one_preset(results: Sequence[ReplayResult]) -> list[ReplayResult]:
-    """Those of `default`, or of the first preset: breaks are the same for all, only what they cost differs."""
+    """Those of `default`, or of the first preset: presets differ in what breaks cost, hardly in their causes."""
     presets = [r.preset for r in results]
     chosen = "default" if "default" in presets else presets[0]
     return [r for r in results if r.preset == chosen]
@@ -107,23 +108,28 @@ def causes_table(results: Sequence[ReplayResult]) -> Table:
         for lost, prompts, name in sorted(rows, reverse=True):
             at = median(b.position for r in group for b in r.breaks if b.cause == name)
             table.add_row(scenario, preset, name, f"{prompts:,}", f"{lost:,}", percent(lost, tokens), f"{at:,.0f}")
+        first = sum(len(r.prompts) for r in group) - sum(prompts for _, prompts, _ in rows)
+        rest = sum(r.content for r in group) - sum(lost for lost, _, _ in rows)
+        table.add_row(scenario, preset, NO_CAUSE, f"{first:,}", f"{rest:,}", percent(rest, tokens), "-")
         table.add_section()
     table.caption = (
         "tokens lost: known tokens behind the break, which content reuse gets back; %: of all prompt tokens; break at: "
-        "median position of the first token that differs"
+        f"median position of the first token that differs; {NO_CAUSE}: what content reuse finds for first prompts of "
+        "sessions, in other sessions; with it the tokens add up to content"
     )
     return table
 
 
 def advice_lines(results: Sequence[ReplayResult]) -> RenderableType:
-    """What to do about each cause that was found, costliest first."""
+    """What to do about each cause that cost something, costliest first."""
     lost: Counter[str] = Counter()
     for r in results:
         for cause in r.causes:
             lost[cause.name] += cause.lost
     table = Table.grid(padding=(0, 2))
-    for name, _ in lost.most_common():
-        table.add_row(name, CAUSES[name])
+    for name, tokens in lost.most_common():
+        if tokens:
+            table.add_row(name, CAUSES[name])
     return table
 
 

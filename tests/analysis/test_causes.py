@@ -28,6 +28,7 @@ TALK: list[Part] = [
 ]
 NEW: list[Part] = [("assistant", "call 3"), ("tool", "result three")]
 BEFORE = HEAD + TALK
+CALM: Part = ("system", "REMINDER: stay calm")
 
 
 def changed(at: int, text: str) -> list[Part]:
@@ -84,6 +85,29 @@ def changed(at: int, text: str) -> list[Part]:
             [("user", "hi"), ("assistant", "yes"), ("user", "more\nREMINDER")],
             "moved_reminder",
         ),
+        ([*BEFORE, CALM], [*BEFORE, *NEW, CALM], "moved_reminder"),
+        ([*BEFORE, ("system", "it is 10:05")], [*BEFORE, *NEW, ("system", "it is 10:06")], "moved_reminder"),
+        ([HEAD[0], CALM, TALK[0]], [HEAD[0], TALK[0], TALK[1], CALM, ("user", "next")], "moved_reminder"),
+        (
+            [HEAD[0], TALK[0], TALK[1], CALM, ("user", "next"), *TALK[3:], *NEW],
+            [HEAD[0], TALK[0], TALK[1], ("user", "next"), *TALK[3:], *NEW, CALM, ("user", "then")],
+            "moved_reminder",
+        ),
+        ([*BEFORE, CALM], [*BEFORE, ("system", "be quick"), *NEW], "rewritten_message"),
+        ([HEAD[0], TALK[0]], [CALM, HEAD[0], TALK[0]], "rewritten_message"),
+        (
+            [*TALK[:2], ("user", "result one " * 30), *NEW],
+            [*TALK[:2], ("user", "[pruned]"), *NEW, ("user", "next")],
+            "pruned_output",
+        ),
+        ([("user", "Sum up: " + LONG)], [("user", "Sum up: this")], "rewritten_message"),
+        ([HEAD[0], ("user", "Sum up: " + LONG)], [HEAD[0], ("user", "Sum up: this")], "rewritten_message"),
+        (
+            [HEAD[0], *TALK[:2], ("user", "Sum up: " + LONG)],
+            [HEAD[0], *TALK[:2], ("user", "Sum up: this")],
+            "rewritten_message",
+        ),
+        (BEFORE, changed(6, "act"), "rewritten_message"),
         (BEFORE, changed(6, "another call, and a longer one than before"), "rewritten_message"),
         ([("system", "one agent " * 99), *TALK], [("system", "the other " * 80), *TALK], "rewritten_message"),
         (BEFORE, [*HEAD, TALK[0], ("user", "put in between"), *TALK[1:], *NEW], "rewritten_message"),

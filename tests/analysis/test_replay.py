@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import islice
 from pathlib import Path
 
@@ -146,6 +147,40 @@ class TestBreaks:
         (result,) = run(tokenizer, "early", ["default"], ReplayOptions(show_text=True))
         assert "request_id=" in result.breaks[0].before
         assert result.breaks[0].was != result.breaks[0].now
+
+    def test_tools_that_alternate_between_two_orders(self, tokenizer: PromptTokenizer) -> None:
+        """The prompt before the last is the most similar one, yet the tokens are lost by the order of the last."""
+        turns = []
+        for session in synthetic_sessions(2, turns=6, tools=5):
+            for number, messages in enumerate(session.turns):
+                tools = [m for m in messages if m["role"] == "tool_schema"]
+                others = [m for m in messages[1:] if m["role"] != "tool_schema"]
+                ordered = list(reversed(tools)) if number % 2 else tools
+                turns.append(Turn(session.session_id, number, [messages[0], *ordered, *others]))
+        (result,) = replay(turns, [PRESETS["default"]], tokenizer, ReplayOptions(), file="made", scenario="asis")
+        assert [b.cause for b in result.breaks] == ["tool_order"] * 10
+        assert all(b.lost > 0 for b in result.breaks)
+
+    def test_an_agent_in_between_is_no_cause(self, tokenizer: PromptTokenizer) -> None:
+        """Two agents that take turns in one session only append, also where one quotes what the other wrote."""
+        rng = random.Random(3)
+        reports = [" ".join(str(rng.randrange(10**6)) for _ in range(60)) for _ in range(4)]
+        turns = []
+        for n in range(1, 5):
+            helper = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Report."}]
+            main = [{"role": "system", "content": "You lead others."}, {"role": "user", "content": "Ask for reports."}]
+            helper += [{"role": "assistant", "content": text} for text in reports[:n]]
+            main += [{"role": "tool", "content": f"It says: {text}"} for text in reports[:n]]
+            turns += [Turn("one", 2 * n, helper), Turn("one", 2 * n + 1, main)]
+        (result,) = replay(turns, [PRESETS["default"]], tokenizer, ReplayOptions(), file="made", scenario="asis")
+        assert [b.cause for b in result.breaks[1:]] == ["new_text"] * 6
+        assert sum(b.lost for b in result.breaks[1:]) > 0
+
+    def test_no_advice_where_nothing_was_lost(self, tokenizer: PromptTokenizer) -> None:
+        turns = [Turn("one", n, [{"role": "user", "content": text}]) for n, text in enumerate(("red", "a blue hat"))]
+        (result,) = replay(turns, [PRESETS["default"]], tokenizer, ReplayOptions(), file="made", scenario="asis")
+        (cause,) = result.causes
+        assert (cause.name, cause.lost, cause.advice) == ("rewritten_message", 0, "")
 
     def test_loss_follows_the_preset(self, tokenizer: PromptTokenizer) -> None:
         paper, default = run(tokenizer, "early", ["paper", "default"])
