@@ -46,7 +46,7 @@ class Bench:
     def ids(self, n: int) -> np.ndarray:
         return self.rng.integers(FIRST_ID, VOCAB, n).astype(np.int32)
 
-    def shifted(self, repeats: int = 5) -> dict[str, Any]:
+    def shifted(self, repeats: int = 9) -> dict[str, Any]:
         """An 8,192-token prompt, 95 % of it known and moved: a new header in front, new text behind."""
         off, content, reused = [], [], 0
         for i in self.progress.track(range(repeats + 1), description="shifted prompt"):

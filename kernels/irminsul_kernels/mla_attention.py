@@ -57,6 +57,8 @@ class SequenceLayout:
     sin: Tensor
     gathered: Gathered | None
     """Set, and runs empty, where runs are too short to be worth a matrix product each."""
+    tiles: list[tuple[int, int, int, int]]
+    """(first query, query behind the last, position of the first, of the last) of each score matrix."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,17 @@ def _sequence_layout(
             for k, n, d in zip(starts, lengths, delta_index, strict=True)
         ]
     q_positions = torch.from_numpy(positions.astype(np.int64)).to(device)
-    return SequenceLayout(start, start + len(positions), len(keys), q_positions, runs, cos, sin, gathered)
+    return SequenceLayout(
+        start, start + len(positions), len(keys), q_positions, runs, cos, sin, gathered, _tiles(positions)
+    )
+
+
+def _tiles(positions: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """Queries far apart are not tiled together: every query of a tile is multiplied with the keys of its last one."""
+    jumps = np.flatnonzero(np.diff(positions) > QUERY_TILE) + 1
+    groups = zip([0, *jumps.tolist()], [*jumps.tolist(), len(positions)], strict=True)
+    spans = [(a, min(a + QUERY_TILE, end)) for begin, end in groups for a in range(begin, end, QUERY_TILE)]
+    return [(a, b, int(positions[a]), int(positions[b - 1])) for a, b in spans]
 
 
 def expanded_threshold(rank: int, nope_dim: int, value_dim: int) -> int:
@@ -242,18 +254,16 @@ def _expanded(
                 turned[span] = piece[:, rank:]
             else:
                 turned[span] = rotate(piece[:, rank:], seq.cos[run.delta_index], seq.sin[run.delta_index])
-    keys = q_nope.new_empty(heads, n, nope_dim + rope_dim)
-    keys[:, :, :nope_dim] = expanded[:, : heads * nope_dim].view(n, heads, nope_dim).transpose(0, 1)
-    keys[:, :, nope_dim:] = turned
-    values = expanded[:, heads * nope_dim :].view(n, heads, value_dim).transpose(0, 1).contiguous()
-    queries = torch.cat((q_nope, q_rope), dim=-1).transpose(0, 1).mul(scale)
-    out = q_nope.new_empty(queries.shape[1], heads, value_dim)
-    positions = seq.q_positions.tolist()
-    for start in range(0, len(positions), QUERY_TILE):
-        tile = slice(start, min(start + QUERY_TILE, len(positions)))
-        seen = positions[tile.stop - 1] + 1
-        scores = torch.bmm(queries[:, tile], keys[:, :seen].transpose(1, 2))
-        _hide_future(scores, seq.q_positions[tile], positions[start])
+    keys = expanded[:, : heads * nope_dim].unflatten(1, (heads, nope_dim)).permute(1, 2, 0)
+    values = expanded[:, heads * nope_dim :].unflatten(1, (heads, value_dim)).transpose(0, 1)
+    q_nope, q_rope = q_nope.transpose(0, 1).mul(scale), q_rope.transpose(0, 1).mul(scale)
+    out = q_nope.new_empty(q_nope.shape[1], heads, value_dim)
+    for begin, end, first, last in seq.tiles:
+        tile, seen = slice(begin, end), last + 1
+        # k_r is the same for all heads: one product; the heads' own parts are added to it in place
+        scores = torch.mm(q_rope[:, tile].flatten(0, 1), turned[:seen].T).view(heads, -1, seen)
+        scores.baddbmm_(q_nope[:, tile], keys[:, :, :seen])
+        _hide_future(scores, seq.q_positions[tile], first)
         weights = torch.softmax(scores, dim=-1)
         out[tile] = torch.bmm(weights, values[:, :seen]).transpose(0, 1)
     return out
