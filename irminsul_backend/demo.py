@@ -68,18 +68,8 @@ def run(
 
 
 def report(turns: list[Turn]) -> Table:
-    table = Table(title="One agent session, the same six prompts twice: tokens by source, time to first token")
-    for name in (
-        "turn",
-        "prompt tokens",
-        "exact",
-        "shifted",
-        "computed",
-        "TTFT off",
-        "TTFT content",
-        "faster",
-        "answer",
-    ):
+    table = Table(title="The same six prompts twice: tokens by source, time to the first token")
+    for name in ("turn", "prompt", "exact", "shifted", "computed", "off", "content", "faster", "answer"):
         table.add_column(name, justify="left" if name == "answer" else "right")
     for number, turn in enumerate(turns, 1):
         u, off, content = turn.usage, turn.off.ttft_ms, turn.content.ttft_ms
