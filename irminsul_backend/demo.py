@@ -44,7 +44,7 @@ class Turn(NamedTuple):
         a, b = self.off.token_ids, self.content.token_ids
         if a == b:
             return "same"
-        return f"differ from token {next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y) + 1}"
+        return f"differs from {next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y) + 1}"
 
 
 def agent_prompts() -> list[tuple[Message, ...]]:
@@ -68,8 +68,8 @@ def run(
 
 
 def report(turns: list[Turn]) -> Table:
-    table = Table(title="The same six prompts twice: tokens by source, time to the first token")
-    for name in ("turn", "prompt", "exact", "shifted", "computed", "off", "content", "faster", "answer"):
+    table = Table(title="The same six turns twice: tokens by source, ms to the first token")
+    for name in ("#", "prompt", "exact", "shifted", "computed", "off", "content", "faster", "answer"):
         table.add_column(name, justify="left" if name == "answer" else "right")
     for number, turn in enumerate(turns, 1):
         u, off, content = turn.usage, turn.off.ttft_ms, turn.content.ttft_ms
@@ -79,9 +79,9 @@ def report(turns: list[Turn]) -> Table:
             f"{u.exact_tokens:,}",
             f"{u.shifted_tokens:,}",
             f"{u.computed_tokens:,}",
-            f"{off:.0f} ms",
-            f"{content:.0f} ms",
-            f"{off / content:.1f} x",
+            f"{off:,.0f}",
+            f"{content:,.0f}",
+            f"{off / content:.1f}x",
             turn.agreement,
         )
     return table
