@@ -207,7 +207,7 @@ class Engine:
         if not batch:
             return
         decoding = sum(not s.is_prefilling for s in batch)
-        budget = (self._slice if decoding else self._max_batch_tokens) - decoding
+        budget = self._prefill_budget(decoding)
         began = time.monotonic()
         pieces = []
         for sequence in batch:
@@ -238,7 +238,7 @@ class Engine:
     def _schedule(self) -> list[RunningSequence]:
         """Decoding sequences first, then prefills in order of arrival while the token budget lasts."""
         batch = [s for s in self._running if not s.is_prefilling]
-        budget = (self._slice if batch else self._max_batch_tokens) - len(batch)
+        budget = self._prefill_budget(len(batch))
         for sequence in self._running:
             if budget > 0 and sequence.is_prefilling:
                 batch.append(sequence)
@@ -250,6 +250,10 @@ class Engine:
             batch.append(sequence)
             budget -= len(sequence.cached.holes)
         return batch
+
+    def _prefill_budget(self, decoding: int) -> int:
+        """Prompt tokens that fit a step beside so many decoding sequences."""
+        return (self._slice if decoding else self._max_batch_tokens) - decoding
 
     def _adapt(self, seconds: float) -> None:
         if seconds > STEP_TARGET_S:

@@ -78,7 +78,7 @@ class ModelRunner:
         token_ids = np.concatenate([p.token_ids for p in pieces])
         new_slots = np.concatenate([p.slots[p.positions] for p in pieces])
         layout = build_layout(
-            [p.slots for p in pieces], base, [p.positions for p in pieces], config.rope.inv_freq, device=device
+            [p.slots for p in pieces], base, [p.positions for p in pieces], config.rope.turns, device=device
         )
         context = _PoolContext(
             self.rows, torch.from_numpy(new_slots.astype(np.int64)).to(device), layout, config.softmax_scale

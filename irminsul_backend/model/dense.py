@@ -16,7 +16,7 @@ class DenseContext:
         self.scale = config.softmax_scale
         positions = np.arange(length)
         slots = positions.astype(np.int32)
-        self.layout = build_layout([slots], slots, [positions], config.rope.inv_freq, device=device)
+        self.layout = build_layout([slots], slots, [positions], config.rope.turns, device=device)
 
     def attend(
         self,

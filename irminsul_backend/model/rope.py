@@ -36,12 +36,13 @@ class Rope:
     """YaRN's mscale², a factor of the softmax scale."""
 
     @cached_property
-    def _turns(self) -> torch.Tensor:
+    def turns(self) -> torch.Tensor:
+        """int64 [dr/2], `inv_freq` in exact fractions of a turn."""
         return turns_per_position(self.inv_freq)
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32 [T, dr/2], of int64 `positions` [T] for a first rotation: the attention factor is in."""
-        cos, sin = cos_sin(positions, self._turns.to(positions.device))
+        cos, sin = cos_sin(positions, self.turns.to(positions.device))
         return cos * self.attention_factor, sin * self.attention_factor
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from irminsul_kernels.rotation import cos_sin, rotate, turns_per_position
+from irminsul_kernels.rotation import cos_sin, rotate
 
 QUERY_TILE = 128
 """Queries per score matrix: bounds it to heads * 128 * keys and skips most of the keys that causality hides."""
@@ -73,7 +73,7 @@ def build_layout(
     slots: list[np.ndarray],
     base: np.ndarray,
     q_positions: list[np.ndarray],
-    inv_freq: Tensor,
+    turns: Tensor,
     *,
     device: torch.device | str = "cpu",
     min_run: int = 32,
@@ -84,13 +84,12 @@ def build_layout(
         slots: per sequence int32 [keys]; the slot of each position from 0. Keys beyond the last query are left out.
         base: int32 [capacity], base position of each slot.
         q_positions: per sequence int64 [queries], strictly ascending; queries of the flat batch lie in this order.
-        inv_freq: float64 [d/2].
+        turns: int64 [d/2] on the CPU, from :func:`turns_per_position`.
         min_run: mean run length below which a sequence is gathered instead.
 
     Raises:
         ValueError: a query position without a slot, a slot out of range, positions that do not ascend.
     """
-    turns = turns_per_position(inv_freq.cpu())
     sequences, start = [], 0
     for index, (sequence_slots, positions) in enumerate(zip(slots, q_positions, strict=True)):
         if len(positions) == 0:

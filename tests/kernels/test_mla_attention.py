@@ -66,7 +66,7 @@ class Scene:
         q_nope = torch.randn(total, self.heads, NOPE, generator=self.g)
         q_rope = torch.randn(total, self.heads, ROPE, generator=self.g)
         before = self.rows.clone()
-        layout = build_layout(self.slots, self.base, q_positions, self.inv_freq, min_run=min_run)
+        layout = build_layout(self.slots, self.base, q_positions, turns_per_position(self.inv_freq), min_run=min_run)
         out = mla_attention(q_nope, q_rope, self.rows, layout, self.w_uk, self.w_uv, 0.1)
         assert torch.equal(before.nan_to_num(7.0), self.rows.nan_to_num(7.0)), "rows are never rewritten"
         want, at = [], 0
@@ -120,15 +120,18 @@ def test_threshold_of_the_published_shape() -> None:
     ],
 )
 def test_a_wrong_layout_is_refused(change: dict, message: str) -> None:
-    inv_freq = torch.ones(2, dtype=torch.float64)
+    turns = turns_per_position(torch.ones(2, dtype=torch.float64))
     arguments = dict(slots=[np.arange(5, dtype=np.int32)], base=np.zeros(64, np.int32), q_positions=[np.array([4])])
     with pytest.raises(ValueError, match=message):
-        build_layout(**{**arguments, **change}, inv_freq=inv_freq)
+        build_layout(**{**arguments, **change}, turns=turns)
 
 
 def test_wrong_shapes_name_themselves() -> None:
     layout = build_layout(
-        [np.arange(4, dtype=np.int32)], np.zeros(8, np.int32), [np.array([3])], torch.ones(2).double()
+        [np.arange(4, dtype=np.int32)],
+        np.zeros(8, np.int32),
+        [np.array([3])],
+        turns_per_position(torch.ones(2).double()),
     )
     q, qr, uk, uv = torch.zeros(1, 2, 3), torch.zeros(1, 2, 4), torch.zeros(2, 3, 5), torch.zeros(2, 5, 6)
     with pytest.raises(ValueError, match="rows are 8 wide"):
