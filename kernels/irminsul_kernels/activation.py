@@ -3,6 +3,7 @@
 Bytes moved: 3 * inner * itemsize a token (two halves read, one written), which is the floor: each number passes once.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 from typing import Any

@@ -4,6 +4,7 @@ The interpreter (TRITON_INTERPRET=1) computes bf16 on raw bits and truncates fp3
 fp32 that holds values of the narrow type, rounded to nearest as a GPU does: results have a GPU's rounding errors.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import math
@@ -34,23 +35,22 @@ def next_power_of_two(n: int) -> int:
 def operand(x, interpret: tl.constexpr):
     """A loaded tile as it may go into arithmetic or tl.dot."""
     if interpret:
-        return x.to(tl.float32)
-    else:
-        return x
+        x = x.to(tl.float32)
+    return x
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr, interpret: tl.constexpr):
     """fp32 tile rounded to `dtype`: of that type when compiled, fp32 with its values when interpreted."""
-    if interpret:
-        if dtype == tl.bfloat16:
-            bits = x.to(tl.int32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-            return bits.to(tl.float32, bitcast=True)
-        else:
-            return x.to(dtype).to(tl.float32)
+    if not interpret:
+        y = x.to(dtype)
+    elif dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        y = bits.to(tl.float32, bitcast=True)
     else:
-        return x.to(dtype)
+        y = x.to(dtype).to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -69,9 +69,10 @@ def cos_sin_of(delta, turns, interpret: tl.constexpr):
     """cos and sin of delta * turns, as `rotation.cos_sin`: the int64 product wraps at a whole turn."""
     angle = ((delta.to(tl.int64) * turns) >> 32).to(tl.int32).to(tl.float32) * RADIANS
     if interpret:
-        return tl.cos(angle), tl.sin(angle)
+        cos = tl.cos(angle)
+        sin = tl.sin(angle)
     else:
         # the hardware's own functions, off by less than 2^-20 within a turn; libdevice's need a stack frame
         cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=r,r", [angle], tl.float32, True, 1)
         sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=r,r", [angle], tl.float32, True, 1)
-        return cos, sin
+    return cos, sin

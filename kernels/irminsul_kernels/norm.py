@@ -4,6 +4,7 @@ Bytes moved by `rms_norm`: 2 * size * itemsize a token plus the weight once. By 
 token plus 4 d for cosines and sines and 4 for the slot. Both are the floor: each number passes once.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 from typing import Any
