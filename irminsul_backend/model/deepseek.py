@@ -17,7 +17,8 @@ from irminsul_backend.errors import InvalidRequestError, UnsupportedModelError
 from irminsul_backend.model.config import ModelConfig
 from irminsul_backend.model.dense import DenseContext
 from irminsul_backend.model.moe import MLP, MoE
-from irminsul_backend.model.weights import Checkpoint, half_split_rows
+from irminsul_backend.model.progress import LoadProgress
+from irminsul_backend.model.weights import Checkpoint
 
 LATENT_EPS = 1e-6
 """Epsilon of q_a_layernorm and kv_a_layernorm: the published code keeps its default there, whatever rms_norm_eps is."""
@@ -49,28 +50,14 @@ class Attention:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
         self.config, self.layer = config, layer
-        prefix = f"model.layers.{layer}.self_attn"
-        heads, dr = config.num_heads, config.qk_rope_head_dim
-
-        def read(name: str) -> torch.Tensor:
-            return checkpoint.read(f"{prefix}.{name}.weight")
-
-        def read_rotary(name: str, heads: int) -> torch.Tensor:
-            return half_split_rows(read(name), heads, dr, config.rope_interleave)
-
-        kv_a = read_rotary("kv_a_proj_with_mqa", 1)
-        # The query's first projection and the row's share their input: one product [query, R, dr].
-        if config.q_lora_rank is None:
-            self.q_b = self.q_norm = None
-            self.down = torch.cat((read_rotary("q_proj", heads), kv_a))
-        else:
-            self.q_b, self.q_norm = read_rotary("q_b_proj", heads), read("q_a_layernorm")
-            self.down = torch.cat((read("q_a_proj"), kv_a))
-        self.kv_norm = read("kv_a_layernorm")
-        up = read("kv_b_proj").view(heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
-        self.w_uk = up[:, : config.qk_nope_head_dim].contiguous()
-        self.w_uv = up[:, config.qk_nope_head_dim :].transpose(1, 2).contiguous()
-        self.o = read("o_proj")
+        name = f"layers.{layer}.attention"
+        low_rank = config.q_lora_rank is not None
+        self.down = checkpoint.read(f"{name}.down")
+        self.q_norm = checkpoint.read(f"{name}.q_norm") if low_rank else None
+        self.q_b = checkpoint.read(f"{name}.q_b") if low_rank else None
+        self.kv_norm = checkpoint.read(f"{name}.kv_norm")
+        self.w_uk, self.w_uv = checkpoint.read(f"{name}.w_uk"), checkpoint.read(f"{name}.w_uv")
+        self.o = checkpoint.read(f"{name}.o")
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
@@ -94,16 +81,16 @@ class DecoderLayer:
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        prefix = f"model.layers.{layer}"
+        name = f"layers.{layer}"
         self.eps = config.rms_norm_eps
-        self.input_norm = checkpoint.read(f"{prefix}.input_layernorm.weight")
-        self.post_norm = checkpoint.read(f"{prefix}.post_attention_layernorm.weight")
+        self.input_norm = checkpoint.read(f"{name}.input_norm")
+        self.post_norm = checkpoint.read(f"{name}.post_norm")
         self.attention = Attention(config, checkpoint, layer)
         self.feed_forward: MLP | MoE
         if config.is_moe_layer(layer):
-            self.feed_forward = MoE(config, checkpoint, f"{prefix}.mlp")
+            self.feed_forward = MoE(config, checkpoint, f"{name}.feed_forward")
         else:
-            self.feed_forward = MLP(checkpoint.read, f"{prefix}.mlp")
+            self.feed_forward = MLP(checkpoint, f"{name}.feed_forward")
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
@@ -118,10 +105,10 @@ class MLAModel:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         self.config = config
         self.device, self.dtype = checkpoint.device, checkpoint.dtype
-        self.embedding = checkpoint.read("model.embed_tokens.weight")
-        self.norm = checkpoint.read("model.norm.weight")
-        self.head = self.embedding if config.tie_word_embeddings else checkpoint.read("lm_head.weight")
+        self.embedding = checkpoint.read("embedding")
+        self.norm = checkpoint.read("norm")
         self.layers = [DecoderLayer(config, checkpoint, layer) for layer in range(config.num_layers)]
+        self.head = self.embedding if config.tie_word_embeddings else checkpoint.read("head")
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> torch.Tensor:
@@ -164,5 +151,8 @@ def load_model(folder: str | Path, device: str = "cpu", dtype: torch.dtype = tor
     if not Path(folder).is_dir():
         raise UnsupportedModelError(f"model folder {folder} does not exist")
     config = ModelConfig.load(folder)
-    with torch.inference_mode():
-        return MLAModel(config, Checkpoint(folder, config, torch.device(device), dtype))
+    checkpoint = Checkpoint(folder, config, torch.device(device), dtype)
+    what = f"loading {Path(folder).resolve().name} to {device}"
+    with torch.inference_mode(), LoadProgress(checkpoint.num_bytes, what) as progress:
+        checkpoint.on_read = progress.advance
+        return MLAModel(config, checkpoint)

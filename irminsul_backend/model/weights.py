@@ -1,96 +1,88 @@
-"""Checkpoint: the tensors of a Hugging Face folder, checked against the config first, then read one by one.
+"""Published checkpoints become the tensors of MLAModel here, in one place: :func:`sanitize`.
 
-Files are mapped into memory and each tensor is converted to the target dtype on its own, so loading never holds the
-model twice. Published layouts are turned into ours here: float8 blocks, interleaved rotary rows.
+Two tables meet in it. :func:`expected_shapes` lists what a checkpoint holds, by published name; :func:`model_weights`
+lists what the model holds, and for each tensor the published ones that fill it: the query's and the row's projections
+lie in one matrix, so do gate and up; kv_b is split for absorption; all experts of a layer are stacked; rotary rows are
+half-split. :class:`Checkpoint` then makes one tensor at a time: it is allocated once, at its final size, and each
+published tensor is copied into its place, so a layer never exists twice.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from irminsul_backend.errors import UnsupportedModelError
 from irminsul_backend.model.config import ModelConfig
+from irminsul_backend.model.folder import FLOAT8, FLOATS, LISTED, ModelFolder, TensorInfo
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
 """Suffix of a float8 weight's block scales: value = weight * scale of its block (published DeepSeek-V3)."""
-LISTED = 8
-"""Most tensor names that one error message spells out."""
 
-Read = Callable[[str], torch.Tensor]
+Shape = tuple[int, ...]
 
 
-class Checkpoint:
-    """The safetensors of one model folder.
+@dataclass(frozen=True)
+class Source:
+    """A published tensor that fills (a part of) one of the model's."""
 
-    Raises UnsupportedModelError from the constructor if a file is missing or unreadable, or if the tensors' names and
-    shapes are not exactly those the config asks for.
+    name: str
+    copy: Callable[[Tensor, Tensor], object]
+    """Copies (into the model's tensor, from the published one); the dtype may change on the way."""
+    expert: int | None = None
+    """Only this entry of a stacked tensor is meant."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of the model in memory."""
+
+    shape: Shape
+    sources: tuple[Source, ...]
+    float32: bool = False
+    """Kept in float32 whatever the model's dtype: the router's, whose rounding would change the choice of experts."""
+
+
+def sanitize(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> tuple[dict[str, Weight], list[str]]:
+    """Turn a checkpoint in any published form into the model's tensors.
+
+    Understood: experts one by one (`experts.3.gate_proj.weight`) or stacked (`experts.gate_up_proj` [E, 2I, H] and
+    `experts.down_proj` [E, H, I], as transformers 5 keeps them); float32, bfloat16 and float16; float8 with a scale per
+    block (`weight_scale_inv`; the last block of a row or column may be partial). Left out: prediction layers behind
+    the model's own, a head that is tied to the embedding, stored rotary frequencies.
+
+    Args:
+        tensors: what the files' headers say, by published name.
+
+    Returns:
+        (the model's tensors by name, problems): a problem names a tensor that is missing, unexpected, wrongly shaped
+        or of a dtype that is not understood. The first is of use only if there are none.
     """
-
-    def __init__(self, folder: str | Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.config = config
-        self.device = device
-        self.dtype = dtype
-        self._files = _open_files(Path(folder))
-        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-        self._check()
-
-    def read(self, name: str) -> torch.Tensor:
-        """Tensor `name` in the target dtype on the target device; float8 blocks are scaled in float32."""
-        tensor = self._where[name].get_tensor(name)
-        if name + SCALE in self._where:
-            assert self.config.weight_block_size is not None
-            scale = self._where[name + SCALE].get_tensor(name + SCALE)
-            tensor = scale_blocks(tensor, scale, self.config.weight_block_size)
-        return tensor.to(device=self.device, dtype=self.dtype)
-
-    def read_float32(self, name: str) -> torch.Tensor:
-        """Tensor `name` in float32: the router's weights, whose rounding would change the choice of experts."""
-        return self._where[name].get_tensor(name).to(device=self.device, dtype=torch.float32)
-
-    def _check(self) -> None:
-        expected = expected_shapes(self.config)
-        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._where.items()}
-        problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
-        for name, shape in found.items():
-            if name in expected:
-                if shape != expected[name]:
-                    problems.append(f"{name} is {list(shape)}, must be {list(expected[name])}")
-            elif self._is_scale(name, shape, found) or self._is_unused(name):
-                continue
-            else:
-                problems.append(f"unexpected {name} {list(shape)}")
-        if problems:
-            more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-            raise UnsupportedModelError(
-                f"the tensors do not fit config.json ({len(problems)} problems): {'; '.join(problems[:LISTED])}{more}"
-            )
-
-    def _is_scale(self, name: str, shape: tuple[int, ...], found: dict[str, tuple[int, ...]]) -> bool:
-        weight, block = found.get(name.removesuffix(SCALE)), self.config.weight_block_size
-        if not name.endswith(SCALE) or weight is None or block is None or len(weight) != 2:
-            return False
-        return shape == tuple(-(-size // side) for size, side in zip(weight, block, strict=True))
-
-    def _is_unused(self, name: str) -> bool:
-        """Layers of the multi-token prediction heads, a tied head, and the frequencies that old checkpoints carry."""
-        layers = range(self.config.num_layers, self.config.num_layers + self.config.num_nextn_predict_layers)
-        prediction = any(name.startswith(f"model.layers.{layer}.") for layer in layers)
-        tied = name == "lm_head.weight" and self.config.tie_word_embeddings
-        return prediction or tied or name.endswith(".rotary_emb.inv_freq")
+    stacked = {layer for layer in range(config.num_layers) if _stacked_name(layer) in tensors}
+    expected = expected_shapes(config, stacked)
+    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
+    for name, info in tensors.items():
+        if name in expected:
+            problems += _check_tensor(name, info, expected[name], tensors, config)
+        elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in expected) and not _is_unused(name, config):
+            problems.append(f"unexpected {name} {list(info.shape)}")
+    return model_weights(config, stacked), problems
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this config holds, by published name; matrices are [out, in]."""
+def expected_shapes(config: ModelConfig, stacked: set[int] | None = None) -> dict[str, Shape]:
+    """Every tensor that a checkpoint of this config holds, by published name; matrices are [out, in].
+
+    Args:
+        stacked: layers whose routed experts are two stacked tensors instead of three matrices each.
+    """
     hidden, heads = config.hidden_size, config.num_heads
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
@@ -120,52 +112,224 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if not config.is_moe_layer(layer):
             mlp(at + "mlp", config.intermediate_size)
             continue
-        shapes[at + "mlp.gate.weight"] = (config.n_routed_experts, hidden)
+        experts, inner = config.n_routed_experts, config.moe_intermediate_size
+        shapes[at + "mlp.gate.weight"] = (experts, hidden)
         if config.topk_method == "noaux_tc":
-            shapes[at + "mlp.gate.e_score_correction_bias"] = (config.n_routed_experts,)
-        for expert in range(config.n_routed_experts):
-            mlp(f"{at}mlp.experts.{expert}", config.moe_intermediate_size)
+            shapes[at + "mlp.gate.e_score_correction_bias"] = (experts,)
+        if stacked and layer in stacked:
+            shapes[at + "mlp.experts.gate_up_proj"] = (experts, 2 * inner, hidden)
+            shapes[at + "mlp.experts.down_proj"] = (experts, hidden, inner)
+        else:
+            for expert in range(experts):
+                mlp(f"{at}mlp.experts.{expert}", inner)
         if config.n_shared_experts:
-            mlp(at + "mlp.shared_experts", config.moe_intermediate_size * config.n_shared_experts)
+            mlp(at + "mlp.shared_experts", inner * config.n_shared_experts)
     return shapes
 
 
-def half_split_rows(weight: torch.Tensor, heads: int, rope_dim: int, interleaved: bool) -> torch.Tensor:
-    """Reorder the last `rope_dim` output rows of each head of `weight` [heads * width, in] to the half-split layout.
+def model_weights(config: ModelConfig, stacked: set[int] | None = None) -> dict[str, Weight]:
+    """The tensors of MLAModel and what fills them; `stacked` as in :func:`expected_shapes`. Matrices are [out, in]."""
+    hidden, heads, rank = config.hidden_size, config.num_heads, config.kv_lora_rank
+    dn, dr, dv = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    weights: dict[str, Weight] = {}
 
-    Row 2i goes to i and row 2i + 1 to i + rope_dim/2. Scores do not change: queries and keys are reordered alike.
+    def whole(name: str, shape: Shape, published: str, float32: bool = False) -> None:
+        weights[name] = Weight(shape, (Source(published, Tensor.copy_),), float32)
+
+    def gated(name: str, published: str, inner: int) -> None:
+        halves = [(f"{published}.gate_proj.weight", 0), (f"{published}.up_proj.weight", inner)]
+        sources = tuple(Source(half, partial(copy_rows, start)) for half, start in halves)
+        weights[f"{name}.gate_up"] = Weight((2 * inner, hidden), sources)
+        whole(f"{name}.down", (hidden, inner), f"{published}.down_proj.weight")
+
+    whole("embedding", (config.vocab_size, hidden), "model.embed_tokens.weight")
+    whole("norm", (hidden,), "model.norm.weight")
+    if not config.tie_word_embeddings:
+        whole("head", (config.vocab_size, hidden), "lm_head.weight")
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        whole(f"{ours}.input_norm", (hidden,), f"{theirs}.input_layernorm.weight")
+        whole(f"{ours}.post_norm", (hidden,), f"{theirs}.post_attention_layernorm.weight")
+
+        attention = f"{theirs}.self_attn"
+        rotary_query = partial(copy_rotary, 0, heads * (dn + dr), heads, dr, config.rope_interleave)
+        if config.q_lora_rank is None:
+            first = heads * (dn + dr)
+            query = Source(f"{attention}.q_proj.weight", rotary_query)
+        else:
+            first = config.q_lora_rank
+            query = Source(f"{attention}.q_a_proj.weight", partial(copy_rows, 0))
+            whole(f"{ours}.attention.q_norm", (first,), f"{attention}.q_a_layernorm.weight")
+            q_b = Source(f"{attention}.q_b_proj.weight", rotary_query)
+            weights[f"{ours}.attention.q_b"] = Weight((heads * (dn + dr), first), (q_b,))
+        # The query's first projection and the row's share their input: one product [query, R, dr].
+        rotary_row = partial(copy_rotary, first, first + config.row_size, 1, dr, config.rope_interleave)
+        row = Source(f"{attention}.kv_a_proj_with_mqa.weight", rotary_row)
+        weights[f"{ours}.attention.down"] = Weight((first + config.row_size, hidden), (query, row))
+        whole(f"{ours}.attention.kv_norm", (rank,), f"{attention}.kv_a_layernorm.weight")
+        kv_b = f"{attention}.kv_b_proj.weight"
+        weights[f"{ours}.attention.w_uk"] = Weight((heads, dn, rank), (Source(kv_b, copy_key_half),))
+        weights[f"{ours}.attention.w_uv"] = Weight((heads, rank, dv), (Source(kv_b, copy_value_half),))
+        whole(f"{ours}.attention.o", (hidden, heads * dv), f"{attention}.o_proj.weight")
+
+        if not config.is_moe_layer(layer):
+            gated(f"{ours}.feed_forward", f"{theirs}.mlp", config.intermediate_size)
+            continue
+        count, inner = config.n_routed_experts, config.moe_intermediate_size
+        whole(f"{ours}.feed_forward.router", (count, hidden), f"{theirs}.mlp.gate.weight", float32=True)
+        if config.topk_method == "noaux_tc":
+            bias = f"{theirs}.mlp.gate.e_score_correction_bias"
+            whole(f"{ours}.feed_forward.router_bias", (count,), bias, float32=True)
+        gate_up, down = _experts(f"{theirs}.mlp.experts", count, inner, bool(stacked and layer in stacked))
+        weights[f"{ours}.feed_forward.experts.gate_up"] = Weight((count, 2 * inner, hidden), gate_up)
+        weights[f"{ours}.feed_forward.experts.down"] = Weight((count, hidden, inner), down)
+        if config.n_shared_experts:
+            gated(f"{ours}.feed_forward.shared", f"{theirs}.mlp.shared_experts", inner * config.n_shared_experts)
+    return weights
+
+
+def _experts(prefix: str, count: int, inner: int, stacked: bool) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    gate_up, down = [], []
+    for e in range(count):
+        into = partial(copy_expert, e, 0)
+        if stacked:
+            gate_up.append(Source(f"{prefix}.gate_up_proj", into, expert=e))
+            down.append(Source(f"{prefix}.down_proj", into, expert=e))
+        else:
+            gate_up.append(Source(f"{prefix}.{e}.gate_proj.weight", into))
+            gate_up.append(Source(f"{prefix}.{e}.up_proj.weight", partial(copy_expert, e, inner)))
+            down.append(Source(f"{prefix}.{e}.down_proj.weight", into))
+    return tuple(gate_up), tuple(down)
+
+
+def copy_rows(start: int, ours: Tensor, theirs: Tensor) -> None:
+    """Copy [m, n] into rows `start`.. of [M, n]."""
+    ours[start : start + theirs.shape[0]].copy_(theirs)
+
+
+def copy_expert(expert: int, start: int, ours: Tensor, theirs: Tensor) -> None:
+    """Copy [m, n] into rows `start`.. of entry `expert` of [E, M, n]."""
+    copy_rows(start, ours[expert], theirs)
+
+
+def copy_rotary(
+    start: int, end: int, heads: int, rope_dim: int, interleaved: bool, ours: Tensor, theirs: Tensor
+) -> None:
+    """Copy [heads * width, n] into rows `start` to `end` of [M, n], rotary rows in the half-split layout.
+
+    The last `rope_dim` rows of a head turn: 2i goes to i and 2i + 1 to i + rope_dim / 2. Scores do not change: queries
+    and keys are reordered alike.
     """
+    into, source = ours[start:end].unflatten(0, (heads, -1)), theirs.unflatten(0, (heads, -1))
     if not interleaved:
-        return weight
-    width = weight.shape[0] // heads
-    rotary = torch.arange(width - rope_dim, width)
-    order = torch.cat((torch.arange(width - rope_dim), rotary[0::2], rotary[1::2])).to(weight.device)
-    return weight.view(heads, width, -1)[:, order].reshape(weight.shape)
+        into.copy_(source)
+        return
+    plain, half = into.shape[1] - rope_dim, rope_dim // 2
+    into[:, :plain].copy_(source[:, :plain])
+    into[:, plain : plain + half].copy_(source[:, plain::2])
+    into[:, plain + half :].copy_(source[:, plain + 1 :: 2])
 
 
-def scale_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """float32 [m, n] = weight [m, n] * scale [ceil(m / b0), ceil(n / b1)] of the element's block."""
+def copy_key_half(ours: Tensor, theirs: Tensor) -> None:
+    """kv_b [H * (dn + dv), R] -> w_uk [H, dn, R]"""
+    ours.copy_(theirs.unflatten(0, (ours.shape[0], -1))[:, : ours.shape[1]])
+
+
+def copy_value_half(ours: Tensor, theirs: Tensor) -> None:
+    """kv_b [H * (dn + dv), R] -> w_uv [H, R, dv]"""
+    ours.copy_(theirs.unflatten(0, (ours.shape[0], -1))[:, -ours.shape[2] :].transpose(1, 2))
+
+
+def scale_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """float32 [m, n] = float8 weight [m, n] * scale [ceil(m / b0), ceil(n / b1)] of the element's block."""
     rows, columns = weight.shape
     full = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return weight.float() * full
+    return full.mul_(weight.to(torch.bfloat16))  # every float8 value is exact in bfloat16
 
 
-def _open_files(folder: Path) -> list[Any]:
-    index = folder / INDEX
-    try:
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        else:
-            names = [SINGLE]
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UnsupportedModelError(f"{index} is not a safetensors index: {error!r}") from error
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        hint = f" (nor {INDEX})" if names == [SINGLE] else f" named in {INDEX}"
-        raise UnsupportedModelError(f"model folder {folder} lacks {', '.join(missing[:LISTED])}{hint}")
-    files = []
-    for name in names:
-        try:
-            files.append(safe_open(str(folder / name), framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            raise UnsupportedModelError(f"{folder / name} is not a readable safetensors file: {error}") from error
-    return files
+class Checkpoint:
+    """The tensors of MLAModel, made one by one from a model folder.
+
+    Raises UnsupportedModelError from the constructor if a file is missing or unreadable, or if the tensors are not
+    exactly those the config asks for.
+    """
+
+    def __init__(self, folder: str | Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        self.on_read: Callable[[int], object] = lambda num_bytes: None
+        """Told the size of each published tensor after it was copied; the sizes add up to `num_bytes`."""
+        self._folder = ModelFolder(folder)
+        self._weights, problems = sanitize(self._folder.tensors, config)
+        if problems:
+            more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+            raise UnsupportedModelError(
+                f"the tensors do not fit config.json ({len(problems)} problems): {'; '.join(problems[:LISTED])}{more}"
+            )
+        self.num_bytes = sum(self._size(s) for weight in self._weights.values() for s in weight.sources)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def read(self, name: str) -> Tensor:
+        """The model's tensor `name` on the target device, in the target dtype or, where it must be, in float32."""
+        weight = self._weights[name]
+        ours = torch.empty(weight.shape, device=self.device, dtype=torch.float32 if weight.float32 else self.dtype)
+        for source in weight.sources:
+            source.copy(ours, self._values(source))
+            self.on_read(self._size(source))
+        return ours
+
+    def _values(self, source: Source) -> Tensor:
+        theirs = self._folder.read(source.name)
+        if source.expert is not None:
+            theirs = theirs[source.expert]
+        theirs = theirs.to(self.device)  # float8 is scaled there; on the CPU this is the mapped file itself
+        if self._folder.tensors[source.name].dtype not in FLOAT8:
+            return theirs
+        scale = self._folder.read(source.name + SCALE)
+        if source.expert is not None:
+            scale = scale[source.expert]
+        assert self.config.weight_block_size is not None
+        return scale_blocks(theirs, scale.to(self.device), self.config.weight_block_size)
+
+    def _size(self, source: Source) -> int:
+        info = self._folder.tensors[source.name]
+        return info.num_bytes if source.expert is None else info.num_bytes // info.shape[0]
+
+
+def memory_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of the model's tensors in memory with `itemsize` bytes an element; the router's stay float32."""
+    return sum(prod(w.shape) * (4 if w.float32 else itemsize) for w in model_weights(config).values())
+
+
+def _stacked_name(layer: int) -> str:
+    return f"model.layers.{layer}.mlp.experts.gate_up_proj"
+
+
+def _check_tensor(
+    name: str, info: TensorInfo, shape: Shape, tensors: Mapping[str, TensorInfo], config: ModelConfig
+) -> list[str]:
+    """Problems of one tensor that belongs to the model."""
+    if info.shape != shape:
+        return [f"{name} is {list(info.shape)}, must be {list(shape)}"]
+    if info.dtype not in FLOATS:
+        return [f"{name} is {info.dtype}; understood: {', '.join(FLOATS)}"]
+    scale, block = tensors.get(name + SCALE), config.weight_block_size
+    if info.dtype not in FLOAT8:
+        return [] if scale is None else [f"unexpected {name + SCALE} {list(scale.shape)}: {name} is {info.dtype}"]
+    if block is None:
+        return [f"{name} is {info.dtype}, but config.json has no quantization_config.weight_block_size"]
+    if len(shape) < 2:
+        return [f"{name} is {info.dtype}; only matrices may be"]
+    blocks = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+    if scale is None:
+        return [f"missing {name + SCALE} {list(blocks)}"]
+    return [] if scale.shape == blocks else [f"{name + SCALE} is {list(scale.shape)}, must be {list(blocks)}"]
+
+
+def _is_unused(name: str, config: ModelConfig) -> bool:
+    """Layers of the multi-token prediction heads, a tied head, and the frequencies that old checkpoints carry."""
+    layers = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
+    prediction = any(name.startswith(f"model.layers.{layer}.") for layer in layers)
+    tied = name == "lm_head.weight" and config.tie_word_embeddings
+    return prediction or tied or name.endswith(".rotary_emb.inv_freq")

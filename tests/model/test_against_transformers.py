@@ -33,7 +33,7 @@ SIZES = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
+    "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
@@ -136,8 +136,13 @@ class TestLogits:
         reference = save_reference(tmp_path, *VARIANTS[variant])
         ids = random_ids(64)
         expected = reference_logits(reference, ids)
+        right = weights_module.copy_rotary
         monkeypatch.setattr(
-            "irminsul_backend.model.deepseek.half_split_rows", lambda weight, heads, rope_dim, interleaved: weight
+            weights_module,
+            "copy_rotary",
+            lambda start, end, heads, dim, interleaved, ours, theirs: right(
+                start, end, heads, dim, False, ours, theirs
+            ),
         )
         wrong = (load_model(tmp_path).logits(ids) - expected).abs().max()
         assert wrong > 100 * TOLERANCE

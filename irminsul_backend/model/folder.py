@@ -1,0 +1,107 @@
+"""ModelFolder: the safetensors files of one model folder. Their headers are read at once, their tensors one by one.
+
+A header is a few kilobytes to megabytes at the start of a file and holds names, dtypes and shapes, so what a folder of
+600 GB holds is known within a second. Tensors are views of the memory-mapped file: reading one allocates nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from irminsul_backend.errors import UnsupportedModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+"""Bytes of an element by the format's name of its dtype."""
+LISTED = 8
+"""Most file or tensor names that one error message spells out."""
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says about one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """The format's name: F32, BF16, F8_E4M3, ..."""
+    num_bytes: int
+    file: str
+    """Name of the file in the folder."""
+
+
+class ModelFolder:
+    """Names, shapes and contents of a folder's tensors: model.safetensors, or the shards that an index lists.
+
+    Raises UnsupportedModelError from the constructor if a file is missing, truncated or not in the format.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.tensors: dict[str, TensorInfo] = {}
+        """By published name, in the files' order."""
+        for name in _file_names(self.path):
+            self.tensors |= read_header(self.path / name)
+        self._open: dict[str, Any] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Tensor `name` as stored; its memory is the mapped file's, so it must not be written."""
+        from safetensors import safe_open
+
+        file = self.tensors[name].file
+        if file not in self._open:
+            self._open[file] = safe_open(str(self.path / file), framework="pt", device="cpu")
+        return self._open[file].get_tensor(name)
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file; raises UnsupportedModelError naming the file if it is not whole."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 0 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"{size} bytes cannot hold its header")
+            entries = json.loads(file.read(length))
+        tensors = {name: _tensor_info(entry, path.name) for name, entry in entries.items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for n, entry in entries.items() if n in tensors), default=0)
+        if end != size:
+            raise ValueError(f"it holds {size} bytes, its header describes {end}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnsupportedModelError(f"{path} is not a readable safetensors file: {error}; download it again") from error
+    return tensors
+
+
+def _tensor_info(entry: dict[str, Any], file: str) -> TensorInfo:
+    start, end = entry["data_offsets"]
+    info = TensorInfo(tuple(int(n) for n in entry["shape"]), str(entry["dtype"]), end - start, file)
+    if info.dtype in FLOATS and info.num_bytes != prod(info.shape) * FLOATS[info.dtype]:
+        raise ValueError(f"a tensor {list(info.shape)} of {info.dtype} has {info.num_bytes} bytes")
+    return info
+
+
+def _file_names(folder: Path) -> list[str]:
+    index = folder / INDEX
+    try:
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        else:
+            names = [SINGLE]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UnsupportedModelError(f"{index} is not a safetensors index: {error!r}") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
+        hint = f" (nor {INDEX})" if names == [SINGLE] else f" named in {INDEX}; download the rest"
+        raise UnsupportedModelError(f"model folder {folder} lacks {', '.join(missing[:LISTED])}{more}{hint}")
+    return names
