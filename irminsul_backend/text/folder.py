@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,37 @@ def token_text(value: Any) -> str | None:
     """The text of a special token in tokenizer_config.json: a string, an object with "content", or None."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
+
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that tokenizer_config.json may name, and by whose names chat templates ask for them."""
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The texts of the special tokens that tokenizer_config.json names, by name."""
+    return {name: text for name in SPECIAL_NAMES if (text := token_text(config.get(name)))}
+
+
+def added_tokens(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """added_tokens_decoder of tokenizer_config.json: objects with "content" and flags by id.
+
+    Raises UnsupportedModelError: a key is not an id, or an entry has no content.
+    """
+    entries = {}
+    for key, entry in (config.get("added_tokens_decoder") or {}).items():
+        if not key.isdecimal() or not isinstance(entry, dict) or not token_text(entry):
+            raise UnsupportedModelError(
+                f"added_tokens_decoder in tokenizer_config.json has {key!r}: {entry!r}; "
+                'it must map ids to objects with a "content"'
+            )
+        entries[int(key)] = entry
+    return entries
+
+
+def named_tokens(config: dict[str, Any]) -> Iterator[str]:
+    """Every text that tokenizer_config.json calls special by name or in a list of further ones, each once."""
+    further = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    values = further.values() if isinstance(further, dict) else further
+    yield from dict.fromkeys(
+        [*special_tokens(config).values(), *(text for value in values if (text := token_text(value)))]
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _LOCAL_PRE_TOKENIZERS = {
@@ -15,16 +15,23 @@ is not among them."""
 
 
 class AddedTokenSplitter:
-    """Splits texts at the added tokens of a tokenizer as the library itself does before anything else.
+    """Splits texts at added tokens as the library itself does before anything else."""
 
-    The library looks for tokens that are not normalised first, in the raw text, and then for the others in each
-    normalised piece. The second pass is repeated here only where normalising changes nothing. A tokenizer whose added
-    tokens reach beyond themselves (lstrip, rstrip, single_word), or whose pre-tokenizer looks beyond a piece, is not
-    split at all.
-    """
+    def __init__(self, passes: Sequence[Sequence[str]]) -> None:
+        """`passes`: the tokens looked for in the text, those looked for in the pieces that leaves, and so on."""
+        self._passes = [_start_patterns(contents) for contents in passes]
+        self.tokens = frozenset(content for contents in passes for content in contents)
+        """The added tokens at which texts are split."""
 
-    def __init__(self, definition: dict[str, Any]) -> None:
-        """`definition` is the object of tokenizer.json."""
+    @classmethod
+    def of_definition(cls, definition: dict[str, Any]) -> AddedTokenSplitter:
+        """For the object of a tokenizer.json.
+
+        The library looks for tokens that are not normalised first, in the raw text, and then for the others in each
+        normalised piece. The second pass is repeated here only where normalising changes nothing. A tokenizer whose
+        added tokens reach beyond themselves (lstrip, rstrip, single_word), or whose pre-tokenizer looks beyond a
+        piece, is not split at all.
+        """
         added = [token for token in definition.get("added_tokens") or [] if token["content"]]
         reaching = any(token[flag] for token in added for flag in ("lstrip", "rstrip", "single_word"))
         passes: list[list[str]] = []
@@ -32,9 +39,7 @@ class AddedTokenSplitter:
             passes.append([token["content"] for token in added if not token["normalized"]])
             if _is_identity(definition.get("normalizer")):
                 passes.append([token["content"] for token in added if token["normalized"]])
-        self._passes = [_start_patterns(contents) for contents in passes]
-        self.tokens = frozenset(content for contents in passes for content in contents)
-        """The added tokens at which texts are split."""
+        return cls(passes)
 
     def split(self, text: str) -> list[str]:
         """The pieces of `text` in order, none empty; a piece that is in `tokens` is that token."""

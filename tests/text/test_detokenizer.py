@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from irminsul_backend.text import IncrementalDetokenizer, Tokenizer
+from irminsul_backend.text.tokenizers_library import TokenizersLibrary
 
 WORDS = ["the", "agent", "a", "ab", "aba", "b", "\n\n", "🙂", "日", "</s>", "ag", "é"]
 texts = st.lists(st.one_of(st.sampled_from([*WORDS, " "]), st.text(max_size=3)), max_size=20).map("".join)
@@ -31,7 +32,7 @@ def cut_at_first_stop(text: str, words: list[str]) -> tuple[str, bool]:
 
 @pytest.fixture(scope="module")
 def byte_level(definitions: dict[str, Any]) -> Tokenizer:
-    return Tokenizer(json.dumps(definitions["byte_level"]), {}, ())
+    return Tokenizer(TokenizersLibrary(json.dumps(definitions["byte_level"]), {}), {})
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def byte_fallback() -> Tokenizer:
     library.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return Tokenizer(library.to_str(), {}, ())
+    return Tokenizer(TokenizersLibrary(library.to_str(), {}), {})
 
 
 def run(tokenizer: Tokenizer, ids: list[int], words: list[str], cuts: list[int]) -> tuple[list[str], bool]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from irminsul_backend.errors import UnsupportedModelError
 from irminsul_backend.text import Tokenizer
+from irminsul_backend.text.tokenizers_library import TokenizersLibrary
 
 KINDS = [
     *("byte_level", "empty_normalizer", "changing_normalizer", "prepending_normalizer", "prefix_space", "metaspace"),
@@ -34,6 +35,10 @@ fragments = st.one_of(
 texts = st.lists(fragments, max_size=14).map("".join)
 
 
+def of_definition(value: dict[str, Any], config: dict[str, Any] | None = None, **options: Any) -> Tokenizer:
+    return Tokenizer(TokenizersLibrary(json.dumps(value), config or {}), config or {}, **options)
+
+
 @pytest.fixture(scope="session")
 def pairs(definitions: dict[str, dict[str, Any]]) -> dict[str, tuple[Tokenizer, tokenizers.Tokenizer]]:
     """Ours and the library's tokenizer of each kind."""
@@ -42,7 +47,7 @@ def pairs(definitions: dict[str, dict[str, Any]]) -> dict[str, tuple[Tokenizer, 
         library = tokenizers.Tokenizer.from_str(json.dumps(value))
         library.no_truncation()
         library.no_padding()
-        out[kind] = (Tokenizer(json.dumps(value), {}, ()), library)
+        out[kind] = (of_definition(value), library)
     return out
 
 
@@ -70,26 +75,21 @@ class TestEncode:
     def test_an_unchanged_piece_is_not_tokenised_again(
         self, definitions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        tokenizer = Tokenizer(json.dumps(definitions["byte_level"]), {}, ())
+        tokenizer = of_definition(definitions["byte_level"])
         seen: list[str] = []
-        encode = tokenizer._library.encode_batch_fast
+        encode = tokenizer._library.encode_pieces
 
-        class Counting:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(inner, name)
+        def counting(pieces: list[str]) -> Any:
+            seen.extend(pieces)
+            return encode(pieces)
 
-            def encode_batch_fast(self, pieces: list[str], **options: Any) -> Any:
-                seen.extend(pieces)
-                return encode(pieces, **options)
-
-        inner = tokenizer._library
-        monkeypatch.setattr(tokenizer, "_library", Counting())
+        monkeypatch.setattr(tokenizer._library, "encode_pieces", counting)
         tokenizer.encode("<|user|>one<|end|>two<|user|>one")
         tokenizer.encode("<|user|>three<|end|>two<|user|>one")
         assert seen == ["one", "two", "three"]
 
     def test_many_threads_get_the_same_ids(self, definitions: dict[str, Any]) -> None:
-        tokenizer = Tokenizer(json.dumps(definitions["byte_level"]), {}, (), memo_bytes=3000)
+        tokenizer = of_definition(definitions["byte_level"], memo_bytes=3000)
         wrong: list[str] = []
 
         def work(seed: int) -> None:
@@ -137,7 +137,7 @@ class TestBos:
         self, definitions: dict[str, Any], kind: str, wanted: bool | None, present: bool
     ) -> None:
         config = {"bos_token": {"content": "<|begin|>"}, **({} if wanted is None else {"add_bos_token": wanted})}
-        tokenizer = Tokenizer(json.dumps(definitions[kind]), config, ())
+        tokenizer = of_definition(definitions[kind], config)
         ids = tokenizer.encode("hello", add_bos=True).ids.tolist()
         assert ids == [tokenizer.token_id("<|begin|>")] * present + tokenizer.encode("hello").ids.tolist()
 

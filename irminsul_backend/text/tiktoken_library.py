@@ -1,0 +1,182 @@
+"""tiktoken.model, which Kimi-K2 and Moonlight ship, through the `tiktoken` package."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from irminsul_backend.errors import UnsupportedModelError
+from irminsul_backend.text.folder import added_tokens, named_tokens
+from irminsul_backend.text.library import AddedText
+from irminsul_backend.text.splitting import AddedTokenSplitter
+
+FILE_NAME = "tiktoken.model"
+RESERVED = 256
+"""Ids after the base vocabulary that are special whether tokenizer_config.json names them or not."""
+LONGEST_RUN = 25_000
+"""Characters of one kind, space or not, that are tokenised together (as the published tokenizers do). On some hundred
+thousand spaces the package's regular expressions run out of stack."""
+
+_HAN = r"\p{Han}"
+_CAPITALS = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^{_HAN}]]"
+_SMALLS = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^{_HAN}]]"
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+WORDS = "|".join(
+    (
+        rf"[{_HAN}]+",
+        f"{_BEFORE_WORD}{_CAPITALS}*{_SMALLS}+{_CONTRACTION}",
+        f"{_BEFORE_WORD}{_CAPITALS}+{_SMALLS}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+"""How Kimi and Moonlight split a text before merging (`pat_str` of the published TikTokenTokenizer): o200k's rule with
+runs of Han characters apart."""
+
+_LONG_RUN = re.compile(rf"\s{{{LONGEST_RUN + 1},}}|\S{{{LONGEST_RUN + 1},}}")
+
+
+class TiktokenLibrary:
+    """Byte-pair merges by rank, and special tokens above them.
+
+    Whatever is written like a special token is that token, as with tokenizer.json. Of two that begin alike the longer
+    one is found (the package's own choice is not fixed).
+    """
+
+    is_byte_level = True
+    bos_ids: Sequence[int] = ()
+
+    def __init__(self, ranks: dict[bytes, int], config: dict[str, Any]) -> None:
+        """Build from the ranks of tiktoken.model and the object of tokenizer_config.json.
+
+        Raises:
+            UnsupportedModelError: the package is missing; ranks or special tokens are not understood.
+        """
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise UnsupportedModelError(
+                f"the model's tokenizer is a {FILE_NAME}, which needs the package tiktoken: pip install tiktoken"
+            ) from error
+        kind = config.get("tokenizer_class", "TikTokenTokenizer")
+        if kind != "TikTokenTokenizer":
+            raise UnsupportedModelError(
+                f"tokenizer_class in tokenizer_config.json is {kind!r}; how it splits text is not known. Of those with "
+                f"a {FILE_NAME} TikTokenTokenizer (Kimi, Moonlight) is understood"
+            )
+        _check_ranks(ranks)
+        self._ranks = ranks
+        self.added = _special_tokens(len(ranks), config)
+        self.vocab_size = len(ranks) + len(self.added)
+        self._special = {token.content: i for i, token in self.added.items()}
+        self._bytes = {rank: token for token, rank in ranks.items()}
+        self._bytes |= {i: token.content.encode() for i, token in self.added.items() if not token.special}
+        self.splitter = AddedTokenSplitter([list(self._special)])
+        # special tokens are found by the splitter, which does not depend on the order in which they are given
+        self._encoding = tiktoken.Encoding(FILE_NAME, pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
+
+    @classmethod
+    def load(cls, folder: Path, config: dict[str, Any]) -> TiktokenLibrary:
+        """Read tiktoken.model; raises UnsupportedModelError naming the file, and the line where there is one."""
+        path = folder / FILE_NAME
+        try:
+            return cls(read_ranks(path), config)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{path}: {error}") from error
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
+        return [self._encode(piece) for piece in pieces]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def token_id(self, text: str) -> int | None:
+        special = self._special.get(text)
+        return self._ranks.get(text.encode()) if special is None else special
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes.get(token, b"")
+
+    def _encode(self, text: str) -> np.ndarray:
+        parts = []
+        for piece in self.splitter.split(text):
+            if piece in self._special:
+                parts.append(np.array([self._special[piece]], np.uint32))
+            else:
+                parts += [self._encoding.encode_to_numpy(run, disallowed_special=()) for run in _short_runs(piece)]
+        return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """The file's lines, "base64-of-a-token rank", as a dictionary.
+
+    Raises UnsupportedModelError: it cannot be read, or a line is something else (its number is given).
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UnsupportedModelError(f"it cannot be read: {error}") from error
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f'line {number} is {line[:60].decode("utf-8", "replace")!r}; it must be "base64 rank"'
+            ) from error
+    return ranks
+
+
+def _check_ranks(ranks: dict[bytes, int]) -> None:
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:
+        raise UnsupportedModelError(
+            f"{len(lacking)} of the 256 single bytes have no token, the first is {lacking[0]:#04x}; is the file whole?"
+        )
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise UnsupportedModelError(
+            f"the ranks of its {len(ranks)} tokens are not 0 to {len(ranks) - 1}, each once; is the file whole?"
+        )
+
+
+def _special_tokens(base: int, config: dict[str, Any]) -> dict[int, AddedText]:
+    """Ids from `base` on: as added_tokens_decoder names them, the rest of the reserved ones by their id."""
+    named = added_tokens(config)
+    always = set(named_tokens(config))
+    below = sorted(i for i in named if i < base)
+    if below:
+        raise UnsupportedModelError(
+            f"added_tokens_decoder in tokenizer_config.json names id {below[0]} ({named[below[0]]['content']!r}), "
+            f"but special tokens begin at {base}, the number of tokens here; the two files are of different models"
+        )
+    out: dict[int, AddedText] = {}
+    for i in range(base, max([base + RESERVED, *(i + 1 for i in named)])):
+        entry = named.get(i, {"content": f"<|reserved_token_{i}|>", "special": True})
+        content = entry["content"]
+        out[i] = AddedText(content, bool(entry.get("special", False)) or content in always)
+    contents = [token.content for token in out.values()]
+    if len(set(contents)) < len(contents) or "" in contents:
+        raise UnsupportedModelError("added_tokens_decoder in tokenizer_config.json has an empty or a repeated content")
+    return out
+
+
+def _short_runs(text: str) -> Iterator[str]:
+    """Cut runs of space, and of anything else, that are longer than LONGEST_RUN."""
+    start = 0
+    for match in _LONG_RUN.finditer(text):
+        for cut in range(match.start() + LONGEST_RUN, match.end(), LONGEST_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]

@@ -1,0 +1,113 @@
+"""tokenizer.json through the `tokenizers` package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from irminsul_backend.errors import UnsupportedModelError
+from irminsul_backend.text.folder import added_tokens, read_text
+from irminsul_backend.text.library import AddedText
+from irminsul_backend.text.splitting import AddedTokenSplitter
+
+FILE_NAME = "tokenizer.json"
+
+
+class TokenizersLibrary:
+    """A tokenizer.json, with the added tokens that tokenizer_config.json names beyond it."""
+
+    def __init__(self, definition: str, config: dict[str, Any]) -> None:
+        """Build from the text of tokenizer.json and the object of tokenizer_config.json.
+
+        Raises:
+            UnsupportedModelError: tokenizer_config.json gives a token an id that it cannot have.
+            Exception: the definition is not understood; the package raises no narrower one.
+        """
+        self._library = tokenizers.Tokenizer.from_str(definition)
+        self._library.no_truncation()
+        self._library.no_padding()
+        parsed = json.loads(self._library.to_str() if self._add_missing(config) else definition)
+        self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = self._library.get_added_tokens_decoder()
+        self.added = {i: AddedText(token.content, token.special) for i, token in added.items()}
+        self.splitter = AddedTokenSplitter.of_definition(parsed)
+        self.is_byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
+        self.bos_ids: Sequence[int] = self._prefix()
+        self._token_bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, folder: Path, config: dict[str, Any]) -> TokenizersLibrary:
+        """Read tokenizer.json; raises UnsupportedModelError naming it if it is missing or not understood."""
+        definition = read_text(folder / FILE_NAME, "it defines the tokenizer")
+        try:
+            return cls(definition, config)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # the package raises plain Exception
+            raise UnsupportedModelError(f"{folder / FILE_NAME} is not understood: {error}") from error
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._library.encode_batch_fast(pieces, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._library.decode(ids, skip_special_tokens=True)
+
+    def token_id(self, text: str) -> int | None:
+        return self._library.token_to_id(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        data = self._token_bytes.get(token)
+        if data is None:
+            special = token in self.added and self.added[token].special
+            text = None if special else self._library.id_to_token(token)
+            data = b"" if text is None else _byte_level_bytes(text)
+            self._token_bytes[token] = data
+        return data
+
+    def _add_missing(self, config: dict[str, Any]) -> bool:
+        """Add the tokens of tokenizer_config.json that tokenizer.json lacks or describes otherwise, as the hub does."""
+        known = {token.content: repr(token) for token in self._library.get_added_tokens_decoder().values()}
+        listed = {i: tokenizers.AddedToken(**_flags(entry)) for i, entry in added_tokens(config).items()}
+        missing = {i: token for i, token in sorted(listed.items()) if known.get(token.content) != repr(token)}
+        self._library.add_tokens(list(missing.values()))
+        for i, token in missing.items():
+            if (found := self._library.token_to_id(token.content)) != i:
+                raise UnsupportedModelError(
+                    f"added_tokens_decoder in tokenizer_config.json gives {token.content!r} the id {i}, but with "
+                    f"{FILE_NAME} it has {found}; the two files are of different models"
+                )
+        return bool(missing)
+
+    def _prefix(self) -> list[int]:
+        """What the post-processor puts in front of a text."""
+        alone = self._library.encode("a", add_special_tokens=False).ids
+        whole = self._library.encode("a", add_special_tokens=True).ids
+        starts = [i for i in range(len(whole)) if whole[i : i + len(alone)] == alone]
+        return whole[: starts[0]] if alone and starts else []
+
+
+def _flags(entry: dict[str, Any]) -> dict[str, Any]:
+    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    return {name: entry[name] for name in names if name in entry}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level tokenizers write bytes: printable Latin-1 as itself, the rest from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """A token's bytes; one that is not written in the byte alphabet (an added token) is its own UTF-8."""
+    values = [_BYTES.get(char) for char in token]
+    return token.encode() if None in values else bytes(v for v in values if v is not None)
