@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from irminsul_kernels import cos_sin, turns_per_position
 
-from irminsul_backend.errors import UnsupportedModelError
+from irminsul_backend.model.fields import FieldReader
 
 DEFAULT_THETA = 10_000.0
+PLAIN_FIELDS = {"type", "rope_type", "rope_theta"}
 YARN_FIELDS = {
     "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "mscale", "mscale_all_dim", "attention_factor", "truncate",
@@ -46,58 +46,53 @@ class Rope:
         return cos * self.attention_factor, sin * self.attention_factor
 
 
-def rope_from_config(raw: Mapping[str, Any], dim: int) -> Rope:
-    """Build the rotation of `dim` dimensions from a parsed config.json.
+def read_rope(read: FieldReader, dim: int) -> Rope:
+    """Build the rotation of `dim` dimensions from config.json; what is not understood becomes a problem of `read`.
 
     Reads `rope_theta` + `rope_scaling`, or the newer `rope_parameters` that holds both. YaRN follows the published
     DeepSeek code: attention factor = mscale(factor, mscale) / mscale(factor, mscale_all_dim), with 1 and 0 for
     missing fields, and softmax scale times mscale(factor, mscale_all_dim)². (`transformers` agrees whenever both
     fields are present and not 0, or both are absent; with only one it takes mscale(factor, 1) instead.) An explicit
-    `attention_factor` wins. Raises UnsupportedModelError naming field and value for any other type or field.
+    `attention_factor` wins.
     """
-    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    scaling = raw.get(name) or {}
+    name = "rope_parameters" if read.value("rope_parameters") else "rope_scaling"
+    scaling = read.value(name, {})
     if not isinstance(scaling, Mapping):
-        raise UnsupportedModelError(f"config.json: {name} is {scaling!r}; it must be an object or null")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+        read.refuse(name, "it must be an object or null")
+        scaling = {}
+    if name == "rope_parameters" and read.value("rope_scaling", scaling) != scaling:
+        read.refuse("rope_scaling", "rope_parameters is there too and says something else; keep one of them")
+    inner = FieldReader(scaling, f"{name}.", read.problems)
     nested = scaling.get("rope_theta") is not None
-    theta = _number(scaling if nested else raw, f"{name}." if nested else "", "rope_theta", DEFAULT_THETA, over=1)
-    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-    plain = theta**-exponents
-    if kind in ("default", None):
+    theta = (inner if nested else read).number("rope_theta", DEFAULT_THETA, over=1)
+    if nested and read.value("rope_theta", theta) != scaling["rope_theta"]:
+        read.refuse("rope_theta", f"{name}.rope_theta says {theta}; keep one of them")
+    kind = inner.value("rope_type", inner.value("type", "default"))
+    plain = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if kind not in ("default", "yarn") or inner.value("type", kind) != kind:
+        inner.refuse("type", "only 'yarn' and 'default' are understood", kind)
         return Rope(plain)
-    if kind != "yarn":
-        raise UnsupportedModelError(f"config.json: {name}.type is {kind!r}; only 'yarn' and 'default' are understood")
-    if unknown := sorted(set(scaling) - YARN_FIELDS):
-        raise UnsupportedModelError(f"config.json: {name}.{unknown[0]} is {scaling[unknown[0]]!r}; not understood")
+    for key in sorted(set(scaling) - (YARN_FIELDS if kind == "yarn" else PLAIN_FIELDS)):
+        if scaling[key] is not None:
+            inner.refuse(key, f"not understood with type {kind!r}")
+    return Rope(plain) if kind == "default" else _yarn(inner, plain, theta, dim)
 
-    def number(key: str, default: float | None = None, over: float | None = None) -> float:
-        return _number(scaling, f"{name}.", key, default, over)
 
-    factor, trained = number("factor", over=0), number("original_max_position_embeddings", over=0)
+def _yarn(read: FieldReader, plain: torch.Tensor, theta: float, dim: int) -> Rope:
+    """Frequencies between `plain` and `plain` / factor, by how often each turns within the trained length."""
+    factor, trained = read.number("factor"), read.number("original_max_position_embeddings")
     low, high = (
         dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-        for rotations in (number("beta_fast", 32, over=0), number("beta_slow", 1, over=0))
+        for rotations in (read.number("beta_fast", 32), read.number("beta_slow", 1))
     )
-    if scaling.get("truncate", True):
+    if read.boolean("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)).clamp(0, 1)
-    all_dim = _mscale(factor, number("mscale_all_dim", 0))
-    attention_factor = number("attention_factor", _mscale(factor, number("mscale", 1)) / all_dim, over=0)
+    all_dim = _mscale(factor, read.number("mscale_all_dim", 0, over=None))
+    attention_factor = read.number("attention_factor", _mscale(factor, read.number("mscale", 1, over=None)) / all_dim)
     return Rope(plain * (1 - ramp) + plain / factor * ramp, attention_factor, all_dim**2)
 
 
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def _number(
-    values: Mapping[str, Any], where: str, key: str, default: float | None = None, over: float | None = None
-) -> float:
-    value: Any = default if values.get(key) is None else values[key]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or (value < 0 if over is None else value <= over):
-        limit = "at least 0" if over is None else f"over {over}"
-        raise UnsupportedModelError(f"config.json: {where}{key} is {value!r}; it must be a number {limit}")
-    return float(value)

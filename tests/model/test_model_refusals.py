@@ -39,6 +39,8 @@ CONFIG: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "n_group": 2,
     "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
     "rope_theta": 10000.0,
     "rope_scaling": None,
