@@ -12,7 +12,8 @@ def parse_messages(text: str) -> list[dict[str, Any]]:
     """A JSON list of messages.
 
     Each is an object with "role" (a non-empty string) and "content": a string; a list of text parts, which are joined
-    by line ends; or null beside "tool_calls". Other keys reach the template as they are.
+    by line ends; or null beside "tool_calls". Other keys reach the template as they are, except those that are null:
+    clients write out every field they know, and templates ask whether one is there.
 
     Raises:
         InvalidRequestError: anything else; the message gives the index and what was expected.
@@ -31,7 +32,7 @@ def parse_messages(text: str) -> list[dict[str, Any]]:
         if calls is not None and not isinstance(calls, list):
             raise InvalidRequestError(f'{where}["tool_calls"] is {_kind(calls)}; it must be a list')
         message["content"] = _content(where, message, optional=bool(calls))
-    return messages
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
 
 
 def parse_tools(text: str) -> list[dict[str, Any]]:

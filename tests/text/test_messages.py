@@ -20,6 +20,11 @@ def test_other_keys_are_kept() -> None:
     assert parse_messages(json.dumps(messages)) == messages
 
 
+def test_other_keys_that_are_null_are_left_out() -> None:
+    message = {"role": "assistant", "content": "x", "tool_calls": None, "refusal": None, "name": "", "parsed": False}
+    assert parse_messages(json.dumps([message])) == [{"role": "assistant", "content": "x", "name": "", "parsed": False}]
+
+
 def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert parse_messages(json.dumps([{"role": "user", "content": parts}]))[0]["content"] == "a\nb"

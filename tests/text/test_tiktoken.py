@@ -170,6 +170,8 @@ class TestEncode:
     )
     def test_the_published_split(self, text: str, words: list[str]) -> None:
         assert plain_words(text) == words
+        splitter = pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
+        assert [word for word, _ in splitter.pre_tokenize_str(text)] == words
 
     def test_a_special_token_in_a_message_is_that_token(self, tokenizer: Tokenizer) -> None:
         """As with tokenizer.json and as published servers do it."""
