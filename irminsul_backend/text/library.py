@@ -21,6 +21,8 @@ class AddedText(NamedTuple):
 class Library(Protocol):
     """Text to ids and back, without a memory. All methods may be called from any thread."""
 
+    file_name: str
+    """Of the file that defines the tokenizer."""
     vocab_size: int
     """The highest id plus one."""
     added: dict[int, AddedText]

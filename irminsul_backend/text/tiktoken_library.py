@@ -52,6 +52,7 @@ class TiktokenLibrary:
     one is found (the package's own choice is not fixed).
     """
 
+    file_name = FILE_NAME
     is_byte_level = True
     bos_ids: Sequence[int] = ()
 

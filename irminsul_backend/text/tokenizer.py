@@ -45,6 +45,8 @@ class Tokenizer:
         """`config` is the object of tokenizer_config.json, `end_ids` what other files give as the turn's end."""
         self._library = library
         self._memo = SegmentMemo(memo_bytes)
+        self.file_name = library.file_name
+        """Of the file that defines the tokenizer."""
         self.vocab_size = library.vocab_size
         """The highest id plus one."""
         self.is_byte_level = library.is_byte_level

@@ -21,6 +21,8 @@ FILE_NAME = "tokenizer.json"
 class TokenizersLibrary:
     """A tokenizer.json, with the added tokens that tokenizer_config.json names beyond it."""
 
+    file_name = FILE_NAME
+
     def __init__(self, definition: str, config: dict[str, Any]) -> None:
         """Build from the text of tokenizer.json and the object of tokenizer_config.json.
 

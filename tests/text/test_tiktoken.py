@@ -22,7 +22,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from irminsul_backend.errors import UnsupportedModelError
 from irminsul_backend.text import IncrementalDetokenizer, Tokenizer
-from irminsul_backend.text.tiktoken_library import LONGEST_RUN, WORDS
+from irminsul_backend.text.tiktoken_library import LONGEST_RUN, WORDS, TiktokenLibrary
 
 CORPUS = [
     "The agent's answer isn't a user's; they've read the TOOL's answer HTTPServer getUserName 12345 67\n\n  text\r\n",
@@ -102,6 +102,11 @@ def one_piece() -> Callable[[str], list[int]]:
     """The package's own encoding of a whole text, with every special token allowed."""
     encoding = tiktoken.Encoding("test", pat_str=WORDS, mergeable_ranks=RANKS, special_tokens=special_tokens())
     return lambda text: encoding.encode(text, allowed_special="all")
+
+
+@pytest.fixture(scope="module")
+def whole() -> TiktokenLibrary:
+    return TiktokenLibrary(RANKS, config())
 
 
 class Converter(TikTokenConverter):
@@ -198,6 +203,34 @@ class TestEncode:
     def test_runs_up_to_the_limit_are_whole(self, tokenizer: Tokenizer, one_piece: Callable[[str], list[int]]) -> None:
         text = "x" * LONGEST_RUN + " " * LONGEST_RUN + "y"
         assert tokenizer.encode(text).ids.tolist() == one_piece(text)
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.lists(fragments, max_size=5).map("".join), min_size=3, max_size=9), st.data())
+    def test_changing_messages_and_a_full_memory(
+        self, whole: TiktokenLibrary, one_piece: Callable[[str], list[int]], messages: list[str], data: st.DataObject
+    ) -> None:
+        """A conversation of which one message changes at a time, in a memory that holds only some of them."""
+        tokenizer = Tokenizer(whole, config(), memo_bytes=1200)
+        for _ in range(4):
+            messages[data.draw(st.integers(0, len(messages) - 1))] = data.draw(texts)
+            text = "<|im_user|>".join(messages)
+            assert tokenizer.encode(text).ids.tolist() == one_piece(text)
+
+    def test_an_unchanged_message_is_not_tokenised_again(
+        self, whole: TiktokenLibrary, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenizer = Tokenizer(whole, config())
+        seen: list[str] = []
+        encode = whole.encode_pieces
+
+        def counting(pieces: list[str]) -> Any:
+            seen.extend(pieces)
+            return encode(pieces)
+
+        monkeypatch.setattr(whole, "encode_pieces", counting)
+        tokenizer.encode("<|im_user|>one<|im_end|>two<|im_user|>one")
+        tokenizer.encode(f"<|im_user|>three<|im_end|>two<|reserved_token_{BASE + 9}|>one")
+        assert seen == ["one", "two", "three"]
 
 
 class TestDecode:

@@ -12,9 +12,10 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.text import Tokenizer
+from irminsul_backend.text import ChatTemplate, Tokenizer
 from irminsul_backend.text.tokenizers_library import TokenizersLibrary
 
 KINDS = [
@@ -23,6 +24,13 @@ KINDS = [
 ]
 TOKENS = ["<|begin|>", "<|end|>", "<|user|>", "<|user|>x", "<<", "<|in</think>side|>", "<mask>"]
 TOKENS += ["<think>", "</think>", "<|Tool|>", "<|tool|>", "<|TOOL|>", "Ok", "ok", "\n\n", "｜"]
+TOKENS_CONFIG = {
+    "bos_token": "<|begin|>",
+    "eos_token": "<|end|>",
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+}
+PLAIN_FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
 fragments = st.one_of(
     st.sampled_from(TOKENS),
     st.sampled_from(TOKENS).flatmap(lambda t: st.integers(1, len(t)).map(lambda n: t[:n])),
@@ -140,6 +148,66 @@ class TestBos:
         tokenizer = of_definition(definitions[kind], config)
         ids = tokenizer.encode("hello", add_bos=True).ids.tolist()
         assert ids == [tokenizer.token_id("<|begin|>")] * present + tokenizer.encode("hello").ids.tolist()
+
+    @pytest.mark.parametrize("in_template", [True, False])
+    def test_a_template_writes_its_own(self, folder: Path, in_template: bool) -> None:
+        """Once where the template writes it, and not at all where it does not: as the hub does it."""
+        (folder / "tokenizer_config.json").write_text(json.dumps({**TOKENS_CONFIG, "add_bos_token": True}))
+        (folder / "chat_template.jinja").write_text("{{ bos_token }}" * in_template + "{{ messages[0].content }}")
+        messages = [{"role": "user", "content": "hello"}]
+        ids = Tokenizer.load(folder).encode(ChatTemplate.load(folder).render(messages)).ids.tolist()
+        theirs = AutoTokenizer.from_pretrained(folder)
+        assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert (ids[0] == theirs.bos_token_id) == in_template
+        both = Tokenizer.load(folder).encode(ChatTemplate.load(folder).render(messages), add_bos=True).ids.tolist()
+        assert both == [theirs.bos_token_id, *ids[in_template:]]
+
+    def test_a_bos_of_several_tokens_is_not_doubled(self, definitions: dict[str, Any]) -> None:
+        library = TokenizersLibrary(json.dumps(definitions["byte_level"]), {})
+        library.bos_ids = [library.token_id("<|begin|>"), library.token_id("<|user|>")]
+        tokenizer = Tokenizer(library, {})
+        want = [*library.bos_ids, *tokenizer.encode("hello").ids.tolist()]
+        for text in ("hello", "<|begin|><|user|>hello"):
+            assert tokenizer.encode(text, add_bos=True).ids.tolist() == want
+
+
+class TestAddedTokens:
+    """tokenizer_config.json may name tokens that tokenizer.json lacks, or give one other properties."""
+
+    def tokenizer_pair(self, folder: Path, entries: dict[int, dict[str, Any]]) -> tuple[Tokenizer, Any]:
+        config = {**TOKENS_CONFIG, "added_tokens_decoder": {str(i): entry for i, entry in entries.items()}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        return Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+
+    @pytest.mark.parametrize("flag", [None, "lstrip", "rstrip", "single_word", "normalized"])
+    @pytest.mark.parametrize("special", [True, False])
+    def test_they_are_added_as_the_hub_does(self, folder: Path, flag: str | None, special: bool) -> None:
+        plain = Tokenizer.load(folder)
+        flags = {**PLAIN_FLAGS, "special": special, **({} if flag is None else {flag: True})}
+        entries = {
+            plain.vocab_size: {"content": "<new>", **flags},
+            plain.vocab_size + 1: {"content": "<newer>", **flags},
+            plain.token_id("<think>"): {"content": "<think>", **flags},
+            plain.token_id("<|user|>"): {"content": "<|user|>", **PLAIN_FLAGS, "special": True},
+        }
+        ours, theirs = self.tokenizer_pair(folder, entries)
+        assert (ours.vocab_size, ours.file_name) == (plain.vocab_size + 2, "tokenizer.json")
+
+        @settings(max_examples=40, deadline=None)
+        @given(st.lists(st.one_of(fragments, st.sampled_from(["<new>", "<newer>", "<think>", " "]))).map("".join))
+        def check(text: str) -> None:
+            want = theirs(text, add_special_tokens=False)["input_ids"]
+            for _ in ("cold", "from memory"):
+                assert ours.encode(text).ids.tolist() == want
+            assert ours.decode(want) == theirs.decode(want, skip_special_tokens=True)
+
+        check()
+        assert (ours.special_id("<new>") is not None) == special
+
+    def test_an_id_that_cannot_be(self, folder: Path) -> None:
+        token = Tokenizer.load(folder).vocab_size
+        with pytest.raises(UnsupportedModelError, match=f"gives '<new>' the id {token + 1}, but .* it has {token}"):
+            self.tokenizer_pair(folder, {token + 1: {"content": "<new>", **PLAIN_FLAGS}})
 
 
 class TestLoad:
