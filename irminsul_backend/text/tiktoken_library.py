@@ -42,7 +42,8 @@ WORDS = "|".join(
 """How Kimi and Moonlight split a text before merging (`pat_str` of the published TikTokenTokenizer): o200k's rule with
 runs of Han characters apart."""
 
-_LONG_RUN = re.compile(rf"\s{{{LONGEST_RUN + 1},}}|\S{{{LONGEST_RUN + 1},}}")
+_LONG_RUN = re.compile(rf"(?<!\s)\s{{{LONGEST_RUN + 1},}}|(?<!\S)\S{{{LONGEST_RUN + 1},}}")
+"""Looked for at the beginning of runs only, or the time would grow with the square of their length."""
 
 
 class TiktokenLibrary:

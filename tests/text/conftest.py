@@ -62,8 +62,20 @@ def definitions() -> dict[str, dict[str, Any]]:
         "pad_type_id": 0,
         "pad_token": "!",
     }
+    rules = [
+        r"\p{N}{1,3}",
+        r"[\u4e00-\u9fa5\u3040-\u30ff]+",
+        r"\s?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+    in_steps = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(tokenizers.Regex(rule), "isolated") for rule in rules),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     return {
         "byte_level": definition(),
+        "deepseek": definition(normalizers.Sequence([]), in_steps),
         "empty_normalizer": definition(normalizers.Sequence([])),
         "changing_normalizer": definition(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
         "prepending_normalizer": definition(space),

@@ -19,7 +19,15 @@ from irminsul_backend.text import ChatTemplate, Tokenizer
 from irminsul_backend.text.tokenizers_library import TokenizersLibrary
 
 KINDS = [
-    *("byte_level", "empty_normalizer", "changing_normalizer", "prepending_normalizer", "prefix_space", "metaspace"),
+    *(
+        "byte_level",
+        "deepseek",
+        "empty_normalizer",
+        "changing_normalizer",
+        "prepending_normalizer",
+        "prefix_space",
+        "metaspace",
+    ),
     *("lstrip", "rstrip", "single_word", "bos_template", "truncation_and_padding"),
 ]
 TOKENS = ["<|begin|>", "<|end|>", "<|user|>", "<|user|>x", "<<", "<|in</think>side|>", "<mask>"]
