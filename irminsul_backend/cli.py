@@ -1,4 +1,4 @@
-"""The `irminsul` command: serve, demo, analyze, and the client's generate and replay."""
+"""The `irminsul` command: serve, inspect, demo, analyze, and the client's generate and replay."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"irminsul {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(subparsers.add_parser("serve", help="start the server"))
+    _add_inspect(subparsers.add_parser("inspect", help="what a model folder holds and whether it can be served"))
     demo = subparsers.add_parser("demo", help="see an agent session with and without content reuse")
     demo.set_defaults(func=_demo)
     analysis_command.add_arguments(
@@ -108,6 +109,31 @@ def serve(args: argparse.Namespace) -> int:
     finally:
         if server is not None:
             server.stop()
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="Hugging Face model folder; its weights are not read")
+    parser.add_argument(
+        "--memory",
+        type=_positive,
+        metavar="GIB",
+        help="memory for weights and cache (default: the GPU's or, without one, this machine's)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(func=_inspect)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GiB over 0")
+    return value
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from irminsul_backend import inspect
+
+    return inspect.main(args)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -72,6 +72,16 @@ class Router:
         return grouped.masked_fill(~kept[..., None], float("-inf")).view_as(choice)
 
 
+def check_alignment(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """What keeps grouped products from reading the experts' matrices: rows must start at multiples of 16 bytes."""
+    multiple = 16 // dtype.itemsize
+    for field in ("hidden_size", "moe_intermediate_size"):
+        if config.n_routed_experts and getattr(config, field) % multiple:
+            name = str(dtype).removeprefix("torch.")
+            return f"{field} is {getattr(config, field)}; experts in {name} need a multiple of {multiple}"
+    return None
+
+
 class MoE:
     """Routed experts, weighted, plus shared experts that see every token.
 
@@ -84,13 +94,8 @@ class MoE:
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, name: str) -> None:
-        multiple = 16 // checkpoint.dtype.itemsize  # rows of grouped products start at multiples of 16 bytes
-        for field in ("hidden_size", "moe_intermediate_size"):
-            if getattr(config, field) % multiple:
-                raise UnsupportedModelError(
-                    f"config.json: {field} is {getattr(config, field)}; with experts in "
-                    f"{str(checkpoint.dtype).removeprefix('torch.')} it must be a multiple of {multiple}"
-                )
+        if problem := check_alignment(config, checkpoint.dtype):
+            raise UnsupportedModelError(f"config.json: {problem}")
         self.router = Router(config, checkpoint, name)
         self.shared = MLP(checkpoint, f"{name}.shared") if config.n_shared_experts else None
         self.gate_up = checkpoint.read(f"{name}.experts.gate_up")

@@ -49,8 +49,8 @@ class Weight:
     """Kept in float32 whatever the model's dtype: the router's, whose rounding would change the choice of experts."""
 
 
-def sanitize(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> tuple[dict[str, Weight], list[str]]:
-    """Turn a checkpoint in any published form into the model's tensors.
+def sanitize(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> dict[str, Weight]:
+    """Turn a checkpoint in any published form into the model's tensors, by name.
 
     Understood: experts one by one (`experts.3.gate_proj.weight`) or stacked (`experts.gate_up_proj` [E, 2I, H] and
     `experts.down_proj` [E, H, I], as transformers 5 keeps them); float32, bfloat16 and float16; float8 with a scale per
@@ -60,19 +60,27 @@ def sanitize(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> tuple[di
     Args:
         tensors: what the files' headers say, by published name.
 
-    Returns:
-        (the model's tensors by name, problems): a problem names a tensor that is missing, unexpected, wrongly shaped
-        or of a dtype that is not understood. The first is of use only if there are none.
+    Raises:
+        UnsupportedModelError: a tensor is missing, unexpected, wrongly shaped or of another dtype; they are named.
     """
-    stacked = {layer for layer in range(config.num_layers) if _stacked_name(layer) in tensors}
-    expected = expected_shapes(config, stacked)
+    if problems := find_problems(tensors, config):
+        more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+        raise UnsupportedModelError(
+            f"the tensors do not fit config.json ({len(problems)} problems): {'; '.join(problems[:LISTED])}{more}"
+        )
+    return model_weights(config, _stacked_layers(tensors, config))
+
+
+def find_problems(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> list[str]:
+    """Every tensor that keeps :func:`sanitize` from understanding a checkpoint, with what is wrong with it."""
+    expected = expected_shapes(config, _stacked_layers(tensors, config))
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
     for name, info in tensors.items():
         if name in expected:
             problems += _check_tensor(name, info, expected[name], tensors, config)
         elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in expected) and not _is_unused(name, config):
             problems.append(f"unexpected {name} {list(info.shape)}")
-    return model_weights(config, stacked), problems
+    return problems
 
 
 def expected_shapes(config: ModelConfig, stacked: set[int] | None = None) -> dict[str, Shape]:
@@ -259,12 +267,7 @@ class Checkpoint:
         self.on_read: Callable[[int], object] = lambda num_bytes: None
         """Told the size of each published tensor after it was copied; the sizes add up to `num_bytes`."""
         self._folder = ModelFolder(folder)
-        self._weights, problems = sanitize(self._folder.tensors, config)
-        if problems:
-            more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-            raise UnsupportedModelError(
-                f"the tensors do not fit config.json ({len(problems)} problems): {'; '.join(problems[:LISTED])}{more}"
-            )
+        self._weights = sanitize(self._folder.tensors, config)
         self.num_bytes = sum(self._size(s) for weight in self._weights.values() for s in weight.sources)
 
     def __contains__(self, name: str) -> bool:
@@ -299,11 +302,12 @@ class Checkpoint:
 
 def memory_bytes(config: ModelConfig, itemsize: int) -> int:
     """Bytes of the model's tensors in memory with `itemsize` bytes an element; the router's stay float32."""
-    return sum(prod(w.shape) * (4 if w.float32 else itemsize) for w in model_weights(config).values())
+    shapes = expected_shapes(config, stacked=set(range(config.num_layers)))  # every element has one place in memory
+    return sum(prod(shape) * (4 if ".mlp.gate." in name else itemsize) for name, shape in shapes.items())
 
 
-def _stacked_name(layer: int) -> str:
-    return f"model.layers.{layer}.mlp.experts.gate_up_proj"
+def _stacked_layers(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> set[int]:
+    return {i for i in range(config.num_layers) if f"model.layers.{i}.mlp.experts.gate_up_proj" in tensors}
 
 
 def _check_tensor(
