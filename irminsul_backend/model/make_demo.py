@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.model.config import ModelConfig
-from irminsul_backend.model.demo_tokenizer import BEGIN, END, VOCAB_SIZE, save_tokenizer, train_tokenizer
+from irminsul_backend.training.tokenizer import BEGIN, END, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from irminsul_backend.model.weights import expected_shapes
 
 SEED = 20250501

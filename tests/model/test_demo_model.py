@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.model import MLAModel, load_model
-from irminsul_backend.model.demo_corpus import AgentText
-from irminsul_backend.model.demo_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE
+from irminsul_backend.training.corpus import AgentText
+from irminsul_backend.training.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE
 from irminsul_backend.model.make_demo import SEED, make_demo
 
 

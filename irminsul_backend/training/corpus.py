@@ -1,7 +1,7 @@
-"""Text for the demo tokenizer: the running interpreter's standard library, and agent traffic made up here.
+"""Text for the shipped tokenizer: the running interpreter's standard library, and agent traffic made up here.
 
-Only the tokenizer learns from it. The standard library is code plus English docstrings (PSF licence); the rest is
-generated from word lists: tool schemas, JSON results, policies, dialogues, logs.
+The standard library is code plus English docstrings (PSF licence); only the tokenizer learns from it. The rest is
+generated from word lists: tool schemas, JSON results, policies, dialogues, logs. It also fills the model's prompts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from irminsul_backend.training.words import PEOPLE, PERSON_ATTRIBUTES, RELATIONS, THING_ATTRIBUTES, THINGS, VALUES
+
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "ensurepip"}
 MAX_FILE_BYTES = 300_000
+NAMED = 2000
+"""How often the names of facts are repeated: more than any rival pair of tokens, so that each becomes one token."""
 
 
 def _split(text: str, separator: str | None = None) -> list[str]:
@@ -126,6 +130,10 @@ class AgentText:
         return "".join(self.random.choices(string.ascii_uppercase + string.digits, k=length))
 
     def tool_schema(self) -> str:
+        return self.dump({"type": "function", "function": self.function()})
+
+    def function(self) -> dict[str, Any]:
+        """One tool, as the `function` part of a request's `tools`."""
         r = self.random
         properties = {
             f"{r.choice(NOUNS)}_{r.choice(FIELDS)}": {
@@ -135,8 +143,7 @@ class AgentText:
             for _ in range(r.randint(1, 6))
         }
         parameters = {"type": "object", "properties": properties, "required": list(properties)[: r.randint(0, 4)]}
-        function = {"name": self.identifier(), "description": self.sentence(), "parameters": parameters}
-        return self.dump({"type": "function", "function": function})
+        return {"name": self.identifier(), "description": self.sentence(), "parameters": parameters}
 
     def value(self, depth: int) -> Any:
         r = self.random
@@ -201,3 +208,5 @@ def documents(seed: int, generated: int) -> Iterator[str]:
     yield from standard_library()
     yield from language_reference()
     yield from AgentText(seed).documents(generated)
+    words = (*PEOPLE, *THINGS, *VALUES, *THING_ATTRIBUTES, *PERSON_ATTRIBUTES, *RELATIONS)
+    yield f" {' '.join(words)}" * NAMED

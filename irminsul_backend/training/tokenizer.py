@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: byte-level BPE, trained on `demo_corpus`; and its chat template."""
+"""The shipped model's tokenizer: byte-level BPE, trained on `corpus`; and its chat template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from irminsul_backend.model.demo_corpus import documents
+from irminsul_backend.training.corpus import documents
 
 VOCAB_SIZE = 8192
 BEGIN, END = "<|begin|>", "<|end|>"
