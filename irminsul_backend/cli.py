@@ -1,4 +1,4 @@
-"""The `irminsul` command: serve, inspect, demo, analyze, and the client's generate and replay."""
+"""The `irminsul` command: serve, inspect, demo, analyze, eval, and the client's generate and replay."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from irminsul_backend import __version__
 from irminsul_backend.analysis import command as analysis_command
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import IrminsulError
+from irminsul_backend.evaluation import command as evaluation_command
 
 SETTINGS = {
     "model": ("DIR", "Hugging Face model folder (default: the small model that ships with Irminsul)"),
@@ -48,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparsers.add_parser(
             "analyze", help="what content reuse would save on recorded prompts, and why prefixes break"
         )
+    )
+    evaluation_command.add_arguments(
+        subparsers.add_parser("eval", help="what reuse does to answers, and rotation to a row's precision")
     )
     client_cli.add_commands(subparsers)
     args = parser.parse_args(argv)
