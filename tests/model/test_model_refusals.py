@@ -94,12 +94,45 @@ class TestConfig:
             ("rope_parameters", {"rope_type": "llama3", "factor": 8.0}, "rope_parameters.type is 'llama3'"),
             ("rope_parameters", {"rope_type": "default", "rope_theta": 0}, "rope_parameters.rope_theta is 0"),
             ("rope_theta", -1.0, "json: rope_theta is -1.0"),
+            ("rope_scaling", {"factor": 40}, "rope_scaling.factor is 40"),
+            ("rope_scaling", {**YARN, "rope_type": "linear"}, "rope_scaling.type is 'linear'"),
+            ("rope_scaling", {**YARN, "type": "dynamic"}, "rope_scaling.type is 'dynamic'"),
+            ("rope_scaling", {**YARN, "type": "longrope"}, "rope_scaling.type is 'longrope'"),
+            ("rope_scaling", {**YARN, "truncate": "yes"}, "rope_scaling.truncate is 'yes'"),
+            ("rope_parameters", {**YARN, "rope_theta": 5e5}, "json: rope_theta is 10000.0"),
+            ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+            ("topk_method", "greedy", "topk_method is 'greedy'"),
+            ("norm_topk_prob", None, "norm_topk_prob is None"),
+            ("routed_scaling_factor", None, "routed_scaling_factor is None"),
+            ("index_topk", 2048, "index_topk is 2048"),
+            ("sliding_window", 4096, "sliding_window is 4096"),
+            ("attn_logit_softcapping", 50.0, "attn_logit_softcapping is 50.0"),
+            ("quantization_config", {"quant_method": "compressed-tensors"}, "quant_method is 'compressed-tensors'"),
+            ("quantization_config", "fp8", "quantization_config is 'fp8'"),
         ],
     )
     def test_field_and_value_are_named(self, field: str, value: Any, named: str) -> None:
         with pytest.raises(UnsupportedModelError) as caught:
             ModelConfig.from_dict({**CONFIG, field: value})
         assert named in str(caught.value)
+
+    def test_every_problem_is_named_at_once(self) -> None:
+        changes = {"hidden_act": "gelu", "vocab_size": 0, "index_topk": 1, "rope_scaling": {**YARN, "factor": -1}}
+        with pytest.raises(UnsupportedModelError) as caught:
+            ModelConfig.from_dict({**CONFIG, **changes})
+        for part in ("hidden_act is 'gelu'", "vocab_size is 0", "index_topk is 1", "rope_scaling.factor is -1"):
+            assert part in str(caught.value)
+
+    def test_two_spellings_of_rope_must_agree(self) -> None:
+        rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+        ModelConfig.from_dict({**CONFIG, "rope_scaling": rope, "rope_parameters": rope})
+        with pytest.raises(UnsupportedModelError, match=r"rope_scaling is .*keep one"):
+            ModelConfig.from_dict({**CONFIG, "rope_scaling": YARN, "rope_parameters": {**rope, "factor": 8.0}})
+
+    def test_unknown_fields_are_named_in_the_log(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        write_model(tmp_path, {**CONFIG, "made_up": [1], "aux_loss_alpha": 0.1, "sliding_window": None})
+        ModelConfig.load(tmp_path)
+        assert [record.getMessage() for record in caplog.records] == ["config.json: not used: made_up = [1]"]
 
     def test_noaux_tc_ranks_groups_by_two_experts(self) -> None:
         with pytest.raises(UnsupportedModelError, match="n_group is 4"):
@@ -201,6 +234,21 @@ class TestFolder:
         with pytest.raises(UnsupportedModelError, match="more") as caught:
             load_model(tmp_path)
         assert len(str(caught.value)) < 1500
+
+    def test_dtypes_that_are_not_understood(self, tmp_path: Path) -> None:
+        packed = torch.zeros(16, 8, dtype=torch.int8)
+        float8 = torch.zeros(16, 8, dtype=torch.float8_e4m3fn)
+        write_model(tmp_path, **{"model.layers.0.self_attn.kv_b_proj.weight": packed})
+        with pytest.raises(UnsupportedModelError, match=r"kv_b_proj\.weight is I8"):
+            load_model(tmp_path)
+        write_model(tmp_path, **{"model.layers.0.self_attn.kv_b_proj.weight": float8})
+        with pytest.raises(UnsupportedModelError, match=r"kv_b_proj\.weight is F8_E4M3, but"):
+            load_model(tmp_path)
+        (tmp_path / "config.json").write_text(
+            json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 4]}})
+        )
+        with pytest.raises(UnsupportedModelError, match=r"missing .*kv_b_proj\.weight_scale_inv \[2, 2\]"):
+            load_model(tmp_path)
 
     def test_scales_without_quantization_config(self, tmp_path: Path) -> None:
         write_model(tmp_path, **{"model.layers.0.self_attn.kv_b_proj.weight_scale_inv": torch.ones(1, 1)})
