@@ -4,8 +4,9 @@
 
 A kernel file offers `aot_configs(arch) -> list[KernelConfig]`: what it launches on that architecture. Each is compiled
 by Triton and disassembled; the table shows registers, spills, stack, shared memory, and the instructions that one turn
-of the main loop (the loop with the most matrix instructions) executes at least and at most. Where a kernel rotates
-rows, the same configuration without rotation is compiled too, so the price of rotation stands beside it.
+of the main loop (the loop with the most matrix instructions) executes at least and at most: on its cheapest and on its
+dearest way. Where a kernel rotates rows, the same configuration without rotation is compiled too, so the price of
+rotation stands beside it, for both ways.
 
 Needs the `triton` package, no GPU. Does not work under TRITON_INTERPRET=1.
 """
@@ -69,19 +70,26 @@ class Report:
     loop_least: int
     """Instructions of the cheapest and of the dearest way once through the main loop; 0 without a loop."""
     loop_most: int
-    loop_global_loads: int
-    """LDG instructions of the dearest way; the asynchronous copies are not among them."""
+    global_loads_least: int
+    global_loads_most: int
+    """LDG instructions of these ways; the asynchronous copies are not among them."""
     matrix_products: int
     """Tensor-core instructions of the dearest way."""
     wide_copies: int
     """16-byte asynchronous copies in the whole kernel."""
-    loop_unrotated: int | None
-    """`loop_most` of the same configuration without rotation."""
+    unrotated_least: int | None
+    unrotated_most: int | None
+    """The same ways of the same configuration without rotation; None where a kernel does not rotate."""
 
     @property
     def rotation_cost(self) -> float | None:
-        """Instructions that rotation adds to the main loop, as a share."""
-        return self.loop_most / self.loop_unrotated - 1 if self.loop_unrotated else None
+        """Instructions that rotation adds to the cheapest way through the main loop, as a share."""
+        return self.loop_least / self.unrotated_least - 1 if self.unrotated_least else None
+
+    @property
+    def rotation_cost_most(self) -> float | None:
+        """The same for the dearest way."""
+        return self.loop_most / self.unrotated_most - 1 if self.unrotated_most else None
 
 
 def inspect(config: KernelConfig, arch: int) -> Report:
@@ -95,7 +103,7 @@ def inspect(config: KernelConfig, arch: int) -> Report:
     unrotated = None
     if config.unrotated:
         plain = replace(config, constexprs=config.constexprs | config.unrotated, unrotated={})
-        unrotated = inspect(plain, arch).loop_most
+        unrotated = inspect(plain, arch)
     compiled = compile_config(config, arch)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -114,10 +122,12 @@ def inspect(config: KernelConfig, arch: int) -> Report:
         shared_limit=SHARED_LIMITS[arch],
         loop_least=len(least),
         loop_most=len(most),
-        loop_global_loads=sum(i.opcode.startswith("LDG.") for i in most),
+        global_loads_least=sum(i.opcode.startswith("LDG.") for i in least),
+        global_loads_most=sum(i.opcode.startswith("LDG.") for i in most),
         matrix_products=sum(i.is_matrix_product for i in most),
         wide_copies=sum(i.opcode.startswith("LDGSTS") and ".128" in i.opcode for i in code),
-        loop_unrotated=unrotated,
+        unrotated_least=unrotated.loop_least if unrotated else None,
+        unrotated_most=unrotated.loop_most if unrotated else None,
     )
 
 
@@ -310,16 +320,20 @@ def table(reports: list[Report]) -> str:
     """One line a report."""
     width = max(len(r.name) for r in reports)
     lines = [
-        f"{'kernel':{width}}   sm  regs spills stack  shared/limit KB  loop min/max  unrotated  rotation"
-        "  global loads  wide copies"
+        f"{'':{width}}       per thread              KB per block   instructions of the main loop: least/most"
+        "                 wide",
+        f"{'kernel':{width}}   sm  registers spills stack  shared/limit  unrotated   rotated       rotation costs"
+        "  LDG    copies",
     ]
     for r in reports:
-        plain = "-" if r.loop_unrotated is None else str(r.loop_unrotated)
-        cost = "-" if r.rotation_cost is None else f"{100 * r.rotation_cost:+.1f} %"
+        plain = "-" if r.unrotated_least is None else f"{r.unrotated_least}/{r.unrotated_most}"
+        cost = "-"
+        if r.rotation_cost is not None and r.rotation_cost_most is not None:
+            cost = f"{100 * r.rotation_cost:+.1f}/{100 * r.rotation_cost_most:+.1f} %"
         lines.append(
-            f"{r.name:{width}}  {r.arch:3}  {r.registers:4} {r.spills:6} {r.stack:5}"
-            f"  {r.shared / 1024:7.1f}/{r.shared_limit / 1024:5.1f}   {r.loop_least:5}/{r.loop_most:<5}"
-            f"   {plain:>9}  {cost:>8}  {r.loop_global_loads:12}  {r.wide_copies:11}"
+            f"{r.name:{width}}  {r.arch:3}  {r.registers:9} {r.spills:6} {r.stack:5}"
+            f"   {r.shared / 1024:5.1f}/{r.shared_limit / 1024:5.1f}  {plain:>9}  {r.loop_least:4}/{r.loop_most:<4}"
+            f"  {cost:>17}  {r.global_loads_least:2}/{r.global_loads_most:<2}  {r.wide_copies:6}"
         )
     return "\n".join(lines)
 
@@ -338,7 +352,15 @@ def main(argv: list[str] | None = None) -> int:
     if not reports:
         parser.error(f"--kernel {args.kernel}: no kernel file of that name with aot_configs()")
     if args.json:
-        print(json.dumps([asdict(r) | {"rotation_cost": r.rotation_cost} for r in reports], indent=1))
+        print(
+            json.dumps(
+                [
+                    asdict(r) | {"rotation_cost": r.rotation_cost, "rotation_cost_most": r.rotation_cost_most}
+                    for r in reports
+                ],
+                indent=1,
+            )
+        )
     else:
         print(table(reports))
     bad = [r for r in reports if r.spills or r.shared > r.shared_limit]

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -115,13 +116,13 @@ def _hidden(x, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _turned_query(q, turns, delta, h, mask, D: tl.constexpr, INTERPRET: tl.constexpr):
+def _turned_query(q, turns, delta, h, D: tl.constexpr, INTERPRET: tl.constexpr):
     """R(-delta) q, fp32 [BLOCK_H, D]."""
     i = tl.arange(0, D)
     c, s = _cos_sin(delta, tl.load(turns + i % (D // 2)), INTERPRET)
     s = tl.where(i < D // 2, s, -s)
-    own = tl.load(q + h[:, None] * D + i[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
-    pair = tl.load(q + h[:, None] * D + (i ^ (D // 2))[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    own = tl.load(q + h[:, None] * D + i[None, :]).to(tl.float32)
+    pair = tl.load(q + h[:, None] * D + (i ^ (D // 2))[None, :]).to(tl.float32)
     return own * c[None, :] + pair * s[None, :]
 
 
@@ -138,7 +139,7 @@ def _next_change(slots, base, start, end, AHEAD: tl.constexpr):
 
 @triton.jit
 def _add_mixed_scores(
-    scores, q, rows, base, slots, turns, start, end, h, mask,
+    scores, q, rows, base, slots, turns, start, end, h,
     R: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """scores + q · R(δ) k_r of one tile whose rows have several δ.
@@ -159,8 +160,8 @@ def _add_mixed_scores(
         turned1 = tl.clamp(k1 * c - k2 * s, -65504.0, 65504.0)
         turned2 = tl.clamp(k2 * c + k1 * s, -65504.0, 65504.0)
         at = q + h[:, None] * D + i[None, :]
-        q1 = tl.load(at, mask=mask[:, None], other=0.0, volatile=True).to(tl.float32)
-        q2 = tl.load(at + HALF, mask=mask[:, None], other=0.0, volatile=True).to(tl.float32)
+        q1 = tl.load(at, volatile=True).to(tl.float32)
+        q2 = tl.load(at + HALF, volatile=True).to(tl.float32)
         turned1, turned2 = _round(turned1, tl.float16, INTERPRET), _round(turned2, tl.float16, INTERPRET)
         scores = tl.dot(_round(q1, tl.float16, INTERPRET), tl.trans(turned1), scores)
         scores = tl.dot(_round(q2, tl.float16, INTERPRET), tl.trans(turned2), scores)
@@ -191,7 +192,9 @@ def _decode_kernel(
     begin = split * chunk
     end = tl.minimum(begin + chunk, length)
     h = tl.arange(0, BLOCK_H)
-    mask = block * BLOCK_H + h < heads
+    # padding heads repeat the last one and are not stored
+    head = tl.minimum(h, heads - 1 - block * BLOCK_H)
+    mask = h == head
     r = tl.arange(0, R)
     i = tl.arange(0, D)
     query = b * heads + block * BLOCK_H
@@ -205,9 +208,9 @@ def _decode_kernel(
         return
     slots += first
     q_rope += query * D
-    latent = tl.load(q_latent + (query + h)[:, None] * R + r[None, :], mask=mask[:, None], other=0.0)
+    latent = tl.load(q_latent + (query + head)[:, None] * R + r[None, :])
     latent = _operand(latent, INTERPRET)
-    rope = tl.load(q_rope + h[:, None] * D + i[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    rope = tl.load(q_rope + head[:, None] * D + i[None, :]).to(tl.float32)
     rope = _round(rope, dtype, INTERPRET)
     rest = rope
     until = begin
@@ -225,13 +228,13 @@ def _decode_kernel(
         if ROTATE:
             if start + BLOCK_N > until:
                 delta, until = _next_change(slots, base, _hidden(start, INTERPRET), end, AHEAD)
-                turned = _turned_query(q_rope, turns, delta, h, mask, D, INTERPRET)
+                turned = _turned_query(q_rope, turns, delta, head, D, INTERPRET)
                 rope = _round(turned, dtype, INTERPRET)
                 rest = _round(turned - rope.to(tl.float32), dtype, INTERPRET)
             if until < start + BLOCK_N:
                 at = _hidden(start, INTERPRET)
                 scores = _add_mixed_scores(
-                    scores, q_rope, rows, base, slots, turns, at, end, h, mask, R, D, BLOCK_N, INTERPRET
+                    scores, q_rope, rows, base, slots, turns, at, end, head, R, D, BLOCK_N, INTERPRET
                 )
             else:
                 scores = tl.dot(rope, tl.trans(k_r), scores)
@@ -480,7 +483,7 @@ def decode_reference(
     out = q_latent.new_zeros(batch, heads, rank, dtype=torch.float32)
     lse = q_latent.new_full((batch, heads), float("-inf"), dtype=torch.float32)
     bounds = kv_indptr.tolist()
-    for b, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for b, (begin, end) in enumerate(pairwise(bounds)):
         if begin == end:
             continue
         slot = slots[begin:end].long()
@@ -508,7 +511,13 @@ def aot_configs(arch: int) -> list[KernelConfig]:
         tune = tuning(heads, rank, rope_dim, arch)
         data = dict.fromkeys(("q_latent", "q_rope", "rows"), f"*{dtype}") | pointers
         constexprs: dict[str, Any] = dict(
-            R=rank, D=rope_dim, BLOCK_H=tune.block_h, BLOCK_N=tune.block_n, AHEAD=LOOKAHEAD, ROTATE=True, INTERPRET=False
+            R=rank,
+            D=rope_dim,
+            BLOCK_H=tune.block_h,
+            BLOCK_N=tune.block_n,
+            AHEAD=LOOKAHEAD,
+            ROTATE=True,
+            INTERPRET=False,
         )
         configs.append(
             KernelConfig(
