@@ -81,19 +81,26 @@ class NeedleMaker:
         r = self.random
         groups = r.randint(1, 1 + min(2, tokens // 512))
         said = tokens * r.uniform(0.4, 0.7)
-        facts = max(3, int(r.uniform(0.3, 0.9) * said / FACT_TOKENS))
+        facts = max(4, int(r.uniform(0.3, 0.9) * said / FACT_TOKENS))
         fillers = max(0, int((said - FACT_TOKENS * facts) / FILLER_TOKENS))
         world = self.facts(facts, 2 * groups)
         texts = self.documents(world, 2 * groups, fillers)
         parts, hops = [f"<|begin|><|system|>{self.filler.sentence()}" if tokens > 256 else "<|begin|>"], []
+        asked_before: set[Question] = set()
         each = int((tokens - said) / QUESTION_TOKENS / groups) + 1
         for group in range(groups):
             if tokens > 512 and r.random() < 0.3:
                 parts.append("<|tool_schema|>" + self.filler.tool_schema())
             parts += ["<|doc|>" + text for text in texts[2 * group : 2 * group + 2]]
             single, multi = questions([fact for fact in world if fact.document < 2 * group + 2])
-            for _ in range(each if single else 0):
-                asked = r.choice(multi if multi and r.random() < multi_share else single)
+            # Each question once: an earlier answer to the same one would be the easier thing to copy.
+            pools = [[q for q in r.sample(pool, len(pool)) if q not in asked_before] for pool in (single, multi)]
+            for _ in range(each):
+                pool = pools[r.random() < multi_share] or pools[0] or pools[1]
+                if not pool:
+                    break
+                asked = pool.pop()
+                asked_before.add(asked)
                 parts.append(f"<|user|>{asked.text}<|assistant|> {asked.answer}<|end|>")
                 hops.append(asked.hops)
         return "".join(parts), hops

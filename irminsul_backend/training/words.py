@@ -3,18 +3,20 @@ and each stands in one list only, so a word tells what kind of thing it is."""
 
 from __future__ import annotations
 
-PEOPLE = tuple(
-    """
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+PEOPLE = _words("""
 alice bruno carla diego elena felix greta hamid irene jonas karin lucia marco nadia oscar petra quinn rosa simon
 tanya ursula viktor wanda xavier yusuf zoe adam beate cyril dora emil fiona gavin helga igor judith kevin laura
 milan nora otto paula rafael sonja tobias ulrike vera walter yvonne amir bianca cedric daria edgar frida georg hanna
 ivan jana klaus leila mateo nina olga pablo renata stefan teresa anton brigit clara dmitri esther fatima gustav heidi
 isabel joel katya lorenz magda niels oriana philip ramon selma theo valeria wilma agnes boris celia dana erik flora
 gloria hugo ingrid jasper kira liam mona noel ottilie pedro ruth sven tilda ugo vanessa wesley yara
-""".split()
-)
-THINGS = tuple(
-    """
+""")
+THINGS = _words("""
 falcon heron badger otter lynx marten osprey kestrel bison gazelle jaguar leopard panther cougar coyote wolf raven
 sparrow swallow finch thrush plover curlew egret pelican puffin gannet petrel albatross condor vulture buzzard
 harrier merlin peregrine ibis stork crane flamingo toucan parrot macaw lorikeet cassowary kiwi penguin walrus narwhal
@@ -22,10 +24,8 @@ dolphin porpoise orca manatee dugong beluga marlin barracuda sturgeon salmon tro
 lobster oyster mussel urchin squid octopus nautilus cuttlefish gecko iguana chameleon tortoise python cobra viper
 salamander axolotl newt toad cricket beetle hornet mantis dragonfly moth antelope giraffe zebra rhino hippo okapi
 tapir llama alpaca camel donkey yak moose caribou elk ferret weasel stoat wombat koala platypus echidna
-""".split()
-)
-VALUES = tuple(
-    """
+""")
+VALUES = _words("""
 amber basalt cedar copper coral crimson crystal cobalt ebony emerald fern flint garnet ginger granite hazel indigo
 iris ivory jade jasmine juniper lapis laurel lavender lemon lilac linen lotus magnolia mahogany mango maple marble
 maroon mint moss mustard myrtle nutmeg oak obsidian ochre olive onyx opal orchid papaya pearl pepper pine plum poplar
@@ -37,8 +37,7 @@ denim elder fennel fig foxglove freesia fuchsia gold gravel hemlock hemp hickory
 larch leek lichen lime linden lupin malachite marigold mulberry nettle nickel oat oregano palm parsley peach pecan
 peony persimmon pistachio platinum pomelo primrose pumpkin quince reed rhubarb rye sesame sorrel soya sunflower
 tamarind tangerine tarragon tungsten verbena wheat yew zinnia
-""".split()
-)
+""")
 THING_ATTRIBUTES = ("code", "region", "channel", "vault")
 """Whose value is a word of VALUES, said of a thing."""
 PERSON_ATTRIBUTES = ("badge", "color", "locker", "seal")

@@ -1,0 +1,276 @@
+"""Train the shipped model: `python -m irminsul_backend.training.train`.
+
+Lessons are sessions full of questions (:mod:`irminsul_backend.training.needles`); the loss is on their answers alone,
+the only tokens that can be known. Single-hop questions come first, multi-hop ones when those are learned; whenever the
+accuracy passes the bar the sessions double in length. Every lesson is new, so the accuracy shown is on unseen prompts.
+Stop it at any time: it goes on where it was from the state file beside the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from irminsul_backend.config import DEMO_MODEL
+from irminsul_backend.model.config import ModelConfig
+from irminsul_backend.training.needles import NeedleMaker
+from irminsul_backend.training.network import Network, initial_weights
+from irminsul_backend.training.tokenizer import BEGIN, END, VOCAB_SIZE, save_tokenizer, train_tokenizer
+
+SEED = 20250501
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
+SINGLE_BAR, MULTI_BAR = 0.95, 0.85
+BATCH_TOKENS = 4096
+MATRIX_LR, TABLE_LR = 0.02, 2e-3
+"""Muon's for attention and dense matrices, AdamW's for everything else."""
+BALANCE, END_SHARE = 0.01, 0.1
+"""Weights of the routers' load balance and of the end token behind an answer, against the answers' loss."""
+SAVE_EVERY = 50
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Sessions of `length` tokens, of whose questions `multi_share` are multi-hop, for at most `steps` steps."""
+
+    length: int
+    multi_share: float
+    steps: int
+    decay: bool = False
+    """Run to the end whatever the accuracy, while the learning rates fall to zero."""
+
+
+STAGES = (
+    Stage(128, 0.0, 1000),
+    Stage(256, 0.6, 3000),
+    Stage(512, 0.6, 1500),
+    Stage(1024, 0.6, 1000),
+    Stage(2048, 0.6, 500),
+    Stage(2048, 0.6, 400, decay=True),
+)
+
+
+@dataclass
+class State:
+    """Where the curriculum is; the accuracies are moving averages over the stage."""
+
+    step: int = 0
+    stage: int = 0
+    stage_step: int = 0
+    single: float = 0.0
+    multi: float = 0.0
+
+
+class Trainer:
+    """Weights, optimizers and the place in the curriculum; :meth:`step` moves all of them by one batch."""
+
+    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, device: str = "cpu", seed: int = SEED) -> None:
+        self.tokenizer, self.device, self.seed = tokenizer, device, seed
+        self.assistant, self.end = tokenizer.token_to_id("<|assistant|>"), tokenizer.token_to_id(END)
+        self.weights = {k: v.to(device).requires_grad_() for k, v in initial_weights(config, seed).items()}
+        self.network = Network(config, self.weights)
+        tables = ("embed_tokens.weight", "lm_head.weight", "gate.weight")
+        matrices = [
+            k for k, v in self.weights.items() if v.ndim == 2 and not k.endswith(tables) and ".experts." not in k
+        ]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon([self.weights[k] for k in matrices], lr=MATRIX_LR, weight_decay=0.0),
+            torch.optim.AdamW(
+                [v for k, v in self.weights.items() if k not in matrices],
+                lr=TABLE_LR, betas=(0.9, 0.98), weight_decay=0.0,
+            ),
+        ]  # fmt: skip
+        self.state = State()
+
+    @property
+    def stage(self) -> Stage | None:
+        """None: the curriculum is through."""
+        return STAGES[self.state.stage] if self.state.stage < len(STAGES) else None
+
+    def lessons(self, stage: Stage) -> tuple[Tensor, Tensor]:
+        """This step's batch: token ids int64 [B, T], and where an answer follows the hops of its question, else 0."""
+        maker = NeedleMaker(f"{self.seed}/{self.state.step}")
+        ids = torch.full((BATCH_TOKENS // stage.length, stage.length), self.end)
+        hops = torch.zeros_like(ids)
+        for row in range(len(ids)):
+            text, asked = maker.lesson(int(0.9 * stage.length), stage.multi_share)
+            kept = torch.tensor(self.tokenizer.encode(text).ids[: stage.length])
+            ids[row, : len(kept)] = kept
+            at = (kept == self.assistant).nonzero()[:, 0]
+            hops[row, at] = torch.tensor(asked)[: len(at)]
+        hops[:, -2:] = 0  # the answer and its end must lie inside
+        return ids.to(self.device), hops.to(self.device)
+
+    def step(self) -> float:
+        """One batch; returns the answers' loss in nats and moves the state on."""
+        stage, state = self.stage, self.state
+        assert stage is not None, "the curriculum is through"
+        scale = 1 - state.stage_step / stage.steps if stage.decay else min(1.0, (state.step + 1) / 20)
+        for optimizer, rate in zip(self.optimizers, (MATRIX_LR, TABLE_LR), strict=True):
+            optimizer.param_groups[0]["lr"] = rate * scale
+        ids, hops = self.lessons(stage)
+        row, place = (hops > 0).nonzero(as_tuple=True)
+        answers, kinds = ids[row, place + 1], hops[row, place]
+        with torch.autocast(self.device, torch.bfloat16):
+            hidden = self.network.hidden(ids)
+            logits = self.network.logits(hidden[row, place])
+            ends = self.network.logits(hidden[row, place + 1])
+        loss = F.cross_entropy(logits, answers)
+        end_loss = F.cross_entropy(ends, torch.full_like(answers, self.end))
+        (loss + END_SHARE * end_loss + BALANCE * self.network.balance).backward()
+        torch.nn.utils.clip_grad_norm_(self.optimizers[1].param_groups[0]["params"], 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._advance(stage, logits.argmax(dim=-1) == answers, kinds)
+        return loss.item()
+
+    def _advance(self, stage: Stage, right: Tensor, kinds: Tensor) -> None:
+        state = self.state
+        for name, kind in (("single", 1), ("multi", 2)):
+            if (kinds == kind).any():
+                now = right[kinds == kind].float().mean().item()
+                setattr(state, name, 0.9 * getattr(state, name) + 0.1 * now)
+        state.step += 1
+        state.stage_step += 1
+        passed = state.single >= SINGLE_BAR and (stage.multi_share == 0 or state.multi >= MULTI_BAR)
+        if state.stage_step >= stage.steps or (passed and not stage.decay):
+            state.stage, state.stage_step, state.single, state.multi = state.stage + 1, 0, 0.0, 0.0
+
+    def save(self, path: Path) -> None:
+        whole = {
+            "state": asdict(self.state),
+            "weights": {k: v.detach() for k, v in self.weights.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        torch.save(whole, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def resume(self, path: Path) -> None:
+        whole = torch.load(path, map_location=self.device, weights_only=True)
+        self.state = State(**whole["state"])
+        with torch.no_grad():
+            for name, weight in whole["weights"].items():
+                self.weights[name].copy_(weight)
+        for optimizer, state in zip(self.optimizers, whole["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+def train(trainer: Trainer, state_file: Path, console: Console) -> None:
+    """Run the curriculum to its end, with a progress bar and the state saved every SAVE_EVERY steps."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[shown]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", shown="")
+        while (stage := trainer.stage) is not None:
+            number = trainer.state.stage
+            loss = trainer.step()
+            state = trainer.state
+            done = state.stage != number
+            if not done:
+                shown = f"loss {loss:.2f}  single-hop {100 * state.single:.0f} %  multi-hop {100 * state.multi:.0f} %"
+                at = f"step {state.step}: {stage.length} tokens, stage {number + 1} of {len(STAGES)}"
+                progress.update(task, description=at, completed=state.stage_step, total=stage.steps, shown=shown)
+            if done or state.step % SAVE_EVERY == 0:
+                trainer.save(state_file)
+                if done or not console.is_terminal:
+                    console.print(f"{time.strftime('%H:%M:%S')} {at}, {shown}{' - passed' if done else ''}")
+
+
+def write_model(folder: Path, tokenizer: Tokenizer, weights: dict[str, Tensor]) -> None:
+    """Write the whole Hugging Face folder: weights in bfloat16, config, tokenizer, template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model_config(tokenizer)
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    save_tokenizer(tokenizer, folder, config["max_position_embeddings"])
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The shipped model's config.json."""
+    return CONFIG | {"bos_token_id": tokenizer.token_to_id(BEGIN), "eos_token_id": tokenizer.token_to_id(END)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Train the shipped model on prompts made here; stopped at any time, it goes on where it was."
+    )
+    parser.add_argument("--out", type=Path, default=DEMO_MODEL, help="model folder to write (default: the shipped one)")
+    parser.add_argument("--work", type=Path, default=Path("build/training"), help="folder of the state file")
+    parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (0 = one per core)")
+    parser.add_argument("--fresh", action="store_true", help="forget an earlier run's state and its tokenizer")
+    arguments = parser.parse_args()
+    console = Console()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    state_file, tokenizer_file = arguments.work / "state.pt", arguments.work / "tokenizer.json"
+    if arguments.fresh:
+        state_file.unlink(missing_ok=True)
+        tokenizer_file.unlink(missing_ok=True)
+    if not tokenizer_file.exists():
+        console.print("training the tokenizer (about half a minute)")
+        train_tokenizer(SEED).save(str(tokenizer_file), pretty=False)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    trainer = Trainer(tokenizer, ModelConfig.from_dict(model_config(tokenizer)), device)
+    if state_file.exists():
+        trainer.resume(state_file)
+        console.print(f"going on at step {trainer.state.step} from {state_file}")
+    train(trainer, state_file, console)
+    write_model(arguments.out, tokenizer, trainer.weights)
+    size = sum(path.stat().st_size for path in arguments.out.iterdir())
+    console.print(f"{arguments.out}: {sum(w.numel() for w in trainer.weights.values()):,} weights, {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
