@@ -250,9 +250,13 @@ def copy_value_half(ours: Tensor, theirs: Tensor) -> None:
 
 def scale_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """float32 [m, n] = float8 weight [m, n] * scale [ceil(m / b0), ceil(n / b1)] of the element's block."""
-    rows, columns = weight.shape
-    full = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return full.mul_(weight.to(torch.bfloat16))  # every float8 value is exact in bfloat16
+    out = weight.float()
+    by_row = scale.float().repeat_interleave(block[0], 0)[: out.shape[0]]
+    whole = out.shape[1] // block[1]  # column blocks; in place, as this may be the largest matrix of the model
+    if whole:
+        out[:, : whole * block[1]].unflatten(1, (whole, block[1])).mul_(by_row[:, :whole, None])
+    out[:, whole * block[1] :].mul_(by_row[:, -1:])
+    return out
 
 
 class Checkpoint:
