@@ -34,7 +34,7 @@ MAX_TOKENS = 8
 TOKENS_PER_FACT = 28
 LEAST_FACTS, MOST_FACTS = 4, 400
 """With fewer there may be no multi-hop question; for many more the names do not suffice."""
-LEAST_SHARE, ATTEMPTS = 0.85, 200
+LEAST_SHARE, ATTEMPTS = 0.9, 200
 """A prompt shorter than this share of its length is made anew, like one that is too long; so often at most."""
 
 Verdict = Literal["right", "first_hop", "in_prompt", "other"]
