@@ -123,7 +123,7 @@ class NeedleMaker:
                 target = known[relation, thing].value
             attributes = PERSON_ATTRIBUTES if target in people else THING_ATTRIBUTES
             state(r.choice(attributes), target, r.choice(VALUES))
-        return list(known.values())
+        return list(known.values())[:count]
 
     def documents(self, facts: list[Fact], count: int, fillers: int) -> list[str]:
         """Texts with their facts and a random share of `fillers` filler sentences, shuffled."""

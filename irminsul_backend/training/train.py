@@ -216,7 +216,9 @@ def train(trainer: Trainer, state_file: Path, console: Console) -> None:
             if done or state.step % SAVE_EVERY == 0:
                 trainer.save(state_file)
                 if done or not console.is_terminal:
-                    console.print(f"{time.strftime('%H:%M:%S')} {at}, {shown}{' - passed' if done else ''}")
+                    console.print(
+                        f"{time.strftime('%H:%M:%S')} {at}, {shown}{' - done' if done else ''}", soft_wrap=True
+                    )
 
 
 def write_model(folder: Path, tokenizer: Tokenizer, weights: dict[str, Tensor]) -> None:
