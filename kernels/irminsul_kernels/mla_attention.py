@@ -4,9 +4,10 @@ A row is `c_KV` (R numbers, no position in it) followed by `k_r` (d numbers, rot
 sequence is a vector of slots in order of position; row j of it is seen at position j, so its RoPE part must be rotated
 by δ = j - base. Rows are never written here.
 
-This is the torch path. It works on *runs*: stretches of a sequence whose slots are consecutive and share one δ. A run
-is a view of the pool, so nothing is gathered: the absorbed form rotates the few queries by -δ instead of the many keys
-(the same scores), the expanded form rotates d numbers per key while it expands them.
+On a GPU the kernels of `decode`, `extend` and `expanded` do the work. What follows here is the torch path. It works on
+*runs*: stretches of a sequence whose slots are consecutive and share one δ. A run is a view of the pool, so nothing is
+gathered: the absorbed form rotates the few queries by -δ instead of the many keys (the same scores), the expanded form
+rotates d numbers per key while it expands them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from irminsul_kernels.flat_layout import FlatLayout, build_flat_layout
 from irminsul_kernels.rotation import cos_sin, rotate
 
+KERNEL_ARCHITECTURES = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities whose shared memory holds the kernels' tiles."""
 QUERY_TILE = 128
 """Queries per score matrix: bounds it to heads * 128 * keys and skips most of the keys that causality hides."""
 
@@ -66,7 +70,10 @@ class AttentionLayout:
     """Everything about a batch that is the same in all layers. Build it once per forward pass."""
 
     sequences: list[SequenceLayout]
+    """Of the torch path; empty where the kernels do the work."""
     num_queries: int
+    flat: FlatLayout | None = None
+    """Of the kernels."""
 
 
 def build_layout(
@@ -77,6 +84,8 @@ def build_layout(
     *,
     device: torch.device | str = "cpu",
     min_run: int = 32,
+    kernels: bool | None = None,
+    device_base: Tensor | None = None,
 ) -> AttentionLayout:
     """Describe a batch of sequences.
 
@@ -85,11 +94,14 @@ def build_layout(
         base: int32 [capacity], base position of each slot.
         q_positions: per sequence int64 [queries], strictly ascending; queries of the flat batch lie in this order.
         turns: int64 [d/2] on the CPU, from :func:`turns_per_position`.
-        min_run: mean run length below which a sequence is gathered instead.
+        min_run: mean run length below which a sequence is gathered instead (torch path).
+        kernels: whether Triton kernels compute the batch, in bf16 or fp16; by default on GPUs that can hold them.
+        device_base: `base` as an int32 tensor on the device, to save its upload (kernels).
 
     Raises:
         ValueError: a query position without a slot, a slot out of range, positions that do not ascend.
     """
+    kernels = _has_kernels(device) if kernels is None else kernels
     sequences, start = [], 0
     for index, (sequence_slots, positions) in enumerate(zip(slots, q_positions, strict=True)):
         if len(positions) == 0:
@@ -103,9 +115,18 @@ def build_layout(
         keys = sequence_slots[: positions[-1] + 1].astype(np.int64)
         if keys.min() < 0 or keys.max() >= len(base):
             raise ValueError(f"sequence {index}: slots {keys.min()}..{keys.max()} leave the pool of {len(base)}")
-        sequences.append(_sequence_layout(start, keys, base, positions, turns, device, min_run))
+        if not kernels:
+            sequences.append(_sequence_layout(start, keys, base, positions, turns, device, min_run))
         start += len(positions)
-    return AttentionLayout(sequences, start)
+    if not kernels:
+        return AttentionLayout(sequences, start)
+    flat = build_flat_layout(slots, base if device_base is None else device_base, q_positions, turns, device)
+    return AttentionLayout([], start, flat)
+
+
+def _has_kernels(device: torch.device | str) -> bool:
+    on_gpu = torch.device(device).type == "cuda"
+    return on_gpu and torch.cuda.get_device_capability(device) in KERNEL_ARCHITECTURES
 
 
 def _sequence_layout(
@@ -193,12 +214,65 @@ def mla_attention(
         )
     if rows.shape[1] != rank + rope_dim:
         raise ValueError(f"rows are {rows.shape[1]} wide; w_uk and q_rope ask for {rank} + {rope_dim}")
-    out = q_nope.new_empty(tokens, heads, value_dim)
     threshold = expanded_threshold(rank, nope_dim, value_dim)
+    if layout.flat is not None:
+        return _by_kernels(q_nope, q_rope, rows, layout.flat, w_uk, w_uv, scale, threshold)
+    out = q_nope.new_empty(tokens, heads, value_dim)
     for sequence in layout.sequences:
         span = slice(sequence.q_start, sequence.q_end)
         form = _expanded if sequence.q_end - sequence.q_start >= threshold else _absorbed
         out[span] = form(q_nope[span].float(), q_rope[span].float(), rows, sequence, w_uk, w_uv, scale).to(out.dtype)
+    return out
+
+
+def _by_kernels(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    rows: Tensor,
+    flat: FlatLayout,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    scale: float,
+    threshold: int,
+) -> Tensor:
+    from irminsul_kernels.decode import decode_attention
+    from irminsul_kernels.expanded import chunk_keys, expanded
+    from irminsul_kernels.extend import extend
+
+    tokens, heads, nope_dim = q_nope.shape
+    rank, value_dim, rope_dim = w_uk.shape[2], w_uv.shape[2], q_rope.shape[2]
+    if q_nope.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"q_nope is {q_nope.dtype}; the kernels take bfloat16 or float16 (or build_layout(kernels=False))"
+        )
+    plans = flat.plans(
+        heads,
+        threshold,
+        chunk_keys(heads, nope_dim, value_dim),
+        rank in (16, 32, 64, 128, 256, 512) and rope_dim in (32, 64, 128),
+        lambda: torch.cuda.get_device_properties(rows.device).multi_processor_count if rows.is_cuda else 132,
+    )
+    q_nope, q_rope = q_nope.contiguous(), q_rope.contiguous()
+    out = q_nope.new_empty(tokens, heads, value_dim)
+    pool = (rows, flat.slots)
+    if plans.expanded.chunks:
+        expanded(q_nope, q_rope, *pool, flat.q_positions, flat.base, flat.turns, w_uk, w_uv, plans.expanded, scale, out)
+    if plans.num_absorbed == 0:
+        return out
+    if plans.absorbed is not None:
+        q_nope, q_rope = q_nope[plans.absorbed], q_rope[plans.absorbed]
+    q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1).contiguous()
+    mixed, single = torch.empty_like(q_latent), plans.singles
+    if single:
+        decode_attention(
+            q_latent[:single], q_rope[:single], rows, flat.base, flat.slots, plans.kv_indptr, flat.turns, scale,
+            max_length=plans.max_length, out=mixed[:single],
+        )  # fmt: skip
+    extend(q_latent, q_rope, *pool, plans.absorbed_positions, flat.base, flat.turns, plans.extend, scale, mixed)
+    values = torch.bmm(mixed.transpose(0, 1), w_uv).transpose(0, 1)
+    if plans.absorbed is None:
+        return values.contiguous()
+    out[plans.absorbed] = values
     return out
 
 
