@@ -24,6 +24,7 @@ SETTINGS = {
     "device": ("NAME", "auto, cpu or cuda"),
     "dtype": ("NAME", "auto, float32, bfloat16 or float16"),
     "capacity_tokens": ("N", "tokens the KV cache can hold"),
+    "gpu_memory_fraction": ("SHARE", "share of a GPU's memory that weights and cache may take, 0.9 unless given"),
     "max_batch_tokens": ("N", "most tokens in one forward pass"),
     "max_running": ("N", "most requests computed at once"),
     "max_text_bytes": ("N", "largest prompt text, in bytes"),

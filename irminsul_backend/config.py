@@ -29,7 +29,9 @@ class ServerConfig:
     dtype: str = "auto"
     """``auto`` (float32 on CPU, bfloat16 on GPU) | ``float32`` | ``bfloat16`` | ``float16``."""
     capacity_tokens: int = 0
-    """Slots in the KV pool; one slot holds one token's rows of all layers. 0 = sized by the free memory."""
+    """Slots in the KV pool; one slot holds one token's rows of all layers. 0 = as many as the memory has room for."""
+    gpu_memory_fraction: float = 0.9
+    """Share of a GPU's memory that weights, a step's workspace and the KV pool may take together."""
     max_batch_tokens: int = 1024
     """Most tokens (prefill and decode together) in one forward pass."""
     max_running: int = 64

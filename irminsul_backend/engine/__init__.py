@@ -1,6 +1,6 @@
 """The engine: plans, batches, runs the model, samples. The only authority on what is reused."""
 
 from irminsul_backend.engine.engine import Engine
-from irminsul_backend.engine.runner import resolve_device
+from irminsul_backend.engine.placement import resolve_device
 
 __all__ = ["Engine", "resolve_device"]

@@ -18,8 +18,9 @@ import torch
 from irminsul_backend.cache import PICache
 from irminsul_backend.chunking import PRESETS, Preset, cut, fingerprint
 from irminsul_backend.config import ServerConfig
-from irminsul_backend.engine.runner import ModelRunner, resolve_capacity, resolve_device
-from irminsul_backend.engine.sampling import sample
+from irminsul_backend.engine.placement import resolve_capacity, resolve_device
+from irminsul_backend.engine.runner import ModelRunner
+from irminsul_backend.engine.sampling import sample, sample_on_device
 from irminsul_backend.engine.sequence import RunningSequence
 from irminsul_backend.errors import CapacityError, InvalidRequestError, ServerStartError
 from irminsul_backend.model import MLAModel, load_model
@@ -43,10 +44,18 @@ class Engine:
     """
 
     def __init__(
-        self, model: MLAModel, capacity: int, preset: Preset, *, max_batch_tokens: int = 1024, max_running: int = 64
+        self,
+        model: MLAModel,
+        capacity: int,
+        preset: Preset,
+        *,
+        max_batch_tokens: int = 1024,
+        max_running: int = 64,
+        use_kernels: bool | None = None,
     ) -> None:
+        """`use_kernels` as in ModelRunner."""
         self.cache = PICache(capacity, preset)
-        self.runner = ModelRunner(model, capacity)
+        self.runner = ModelRunner(model, capacity, max_running=max_running, use_kernels=use_kernels)
         self._preset = preset
         self._max_batch_tokens = self._slice = max_batch_tokens
         self._max_running = max_running
@@ -68,13 +77,15 @@ class Engine:
         device, dtype = resolve_device(config)
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         model = load_model(config.model, device=device, dtype=dtype)
-        return cls(
+        engine = cls(
             model,
             resolve_capacity(config, model),
             PRESETS[config.preset],
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
         )
+        engine.runner.warm_up()
+        return engine
 
     def start(self) -> None:
         self._thread.start()
@@ -222,8 +233,6 @@ class Engine:
                 self._fail(sequence, f"forward pass failed: {type(error).__name__}: {error}")
             return
         self._counters["steps"] += 1
-        if decoding and len(batch) > decoding:
-            self._adapt(time.monotonic() - began)
         ready = []
         for sequence, piece in zip(batch, pieces, strict=True):
             prefilling = sequence.is_prefilling
@@ -234,6 +243,8 @@ class Engine:
                 sequence.emit("progress", prefilled=sequence.cached.sequence.length)
         if ready:
             self._sample(ready, logits)
+        if decoding and len(batch) > decoding:  # what decodes was sampled, so a GPU has been waited for
+            self._adapt(time.monotonic() - began)
 
     def _schedule(self) -> list[RunningSequence]:
         """Decoding sequences first, then prefills in order of arrival while the token budget lasts."""
@@ -295,6 +306,22 @@ class Engine:
         self.cache.advance(cached, len(sequence.token_ids) if done else int(holes[sequence.num_computed]))
 
     def _sample(self, ready: list[RunningSequence], logits: torch.Tensor) -> None:
+        plain = [i for i, s in enumerate(ready) if s.sampler.is_plain] if self.runner.use_kernels else []
+        if not plain:
+            self._sample_by_torch(ready, logits)
+            return
+        others = [i for i, s in enumerate(ready) if not s.sampler.is_plain]
+        if others:
+            self._sample_by_torch([ready[i] for i in others], logits[others])
+            ready, logits = [ready[i] for i in plain], logits[plain]
+        tokens, finite = sample_on_device(logits, [s.sampler for s in ready])
+        for sequence, token, is_finite in zip(ready, tokens, finite, strict=True):
+            if is_finite:
+                self._accept(sequence, token, [])
+            else:
+                self._distrust(sequence)
+
+    def _sample_by_torch(self, ready: list[RunningSequence], logits: torch.Tensor) -> None:
         finite = torch.isfinite(logits).all(dim=1).tolist()
         if not all(finite):
             for sequence in [s for s, ok in zip(ready, finite, strict=True) if not ok]:
@@ -310,7 +337,7 @@ class Engine:
                 self._fail(ready[0], f"sampling failed: {type(error).__name__}: {error}")
                 return
             for i, sequence in enumerate(ready):  # whose request it is shows when each is alone
-                self._sample([sequence], logits[i : i + 1])
+                self._sample_by_torch([sequence], logits[i : i + 1])
             return
         for i, (sequence, token) in enumerate(zip(ready, tokens, strict=True)):
             self._accept(sequence, token, scores[i : i + 1] if sequence.request.return_log_probs else [])

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 from irminsul_kernels import AttentionLayout, build_layout, mla_attention
+from irminsul_kernels.mla_attention import KERNEL_ARCHITECTURES
 from torch import Tensor
 
-from irminsul_backend.config import ServerConfig
-from irminsul_backend.errors import ServerStartError
+from irminsul_backend.engine.batch import Piece, upload_together
 from irminsul_backend.model import MLAModel
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens of one sequence to compute in this pass: prompt holes or one decode token."""
-
-    token_ids: np.ndarray
-    """int32 [q]"""
-    positions: np.ndarray
-    """int64 [q], ascending"""
-    slots: np.ndarray
-    """int32, at least positions[-1] + 1; the rows before it that are not computed here are written already"""
-    wants_logits: bool
-    """Whether the last token's logits are needed."""
+__all__ = ["ModelRunner", "Piece"]
 
 
 class _PoolContext:
@@ -47,15 +33,49 @@ SMALL_STEP_TOKENS, SMALL_STEP_KEYS = 8, 4096
 5.4 ms for one token of the shipped model on two cores), and a core stays free for the server's other processes."""
 
 
-class ModelRunner:
-    """Owns the row pool, [layers, capacity, R + d] in the model's dtype. Touches no bookkeeping."""
+def has_kernels(model: MLAModel) -> bool:
+    """Whether Triton kernels attend for this model: on GPUs that hold their tiles, in bfloat16 or float16."""
+    return (
+        model.device.type == "cuda"
+        and model.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(model.device) in KERNEL_ARCHITECTURES
+    )
 
-    def __init__(self, model: MLAModel, capacity: int) -> None:
+
+class ModelRunner:
+    """Owns the row pool, [layers, slots, R + d] in the model's dtype. Touches no bookkeeping.
+
+    With kernels the base positions lie on the device too, updated by every step with those of its new rows, and the
+    pool has one slot more than its capacity: the rows of padding go there.
+    """
+
+    def __init__(
+        self, model: MLAModel, capacity: int, *, max_running: int = 64, use_kernels: bool | None = None
+    ) -> None:
+        """
+        Args:
+            max_running: most sequences of a step that is padded to a bucket.
+            use_kernels: by default :func:`has_kernels`; on the CPU they need Triton's interpreter.
+        """
         self.model = model
+        self.use_kernels = has_kernels(model) if use_kernels is None else use_kernels
         self._threads = torch.get_num_threads()
-        config = model.config
+        config, slots = model.config, capacity + self.use_kernels
         # zeros, not empty: the memory is taken now, not under load
-        self.rows = torch.zeros(config.num_layers, capacity, config.row_size, dtype=model.dtype, device=model.device)
+        self.rows = torch.zeros(config.num_layers, slots, config.row_size, dtype=model.dtype, device=model.device)
+        self._turns, self._base, self._decoder = config.rope.turns, None, None
+        if self.use_kernels:
+            from irminsul_backend.engine.decoder import Decoder, decodes
+
+            self._turns = self._turns.to(model.device)
+            self._base = torch.zeros(slots, dtype=torch.int32, device=model.device)
+            if decodes(config, model.dtype):
+                self._decoder = Decoder(model, self.rows, self._base, self._turns, max_running)
+
+    def warm_up(self) -> None:
+        """Compile and capture what decode steps need, once the model is loaded."""
+        if self._decoder is not None:
+            self._decoder.warm_up()
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece], base: np.ndarray) -> Tensor:
@@ -65,66 +85,38 @@ class ModelRunner:
             base: int32 [capacity], base position of each slot.
 
         Returns:
-            float32 [number of pieces that want logits, vocab].
+            float32 [number of pieces that want logits, vocab], valid until the next call.
         """
-        device = self.model.device
-        config = self.model.config
-        small = (
-            sum(len(p.positions) for p in pieces) <= SMALL_STEP_TOKENS
-            and sum(int(p.positions[-1]) for p in pieces) <= SMALL_STEP_KEYS
-        )
-        torch.set_num_threads(1 if small else self._threads)
-        positions = np.concatenate([p.positions for p in pieces])
-        token_ids = np.concatenate([p.token_ids for p in pieces])
-        new_slots = np.concatenate([p.slots[p.positions] for p in pieces])
-        layout = build_layout(
-            [p.slots for p in pieces], base, [p.positions for p in pieces], config.rope.turns, device=device
-        )
-        context = _PoolContext(
-            self.rows, torch.from_numpy(new_slots.astype(np.int64)).to(device), layout, config.softmax_scale
-        )
-        hidden = self.model.forward(
-            torch.from_numpy(token_ids.astype(np.int64)).to(device), torch.from_numpy(positions).to(device), context
-        )
+        if self._decoder is not None and self._decoder.takes(pieces):
+            return self._decoder.forward(pieces)
+        device, config = self.model.device, self.model.config
+        if device.type == "cpu":
+            small = (
+                sum(len(p.positions) for p in pieces) <= SMALL_STEP_TOKENS
+                and sum(int(p.positions[-1]) for p in pieces) <= SMALL_STEP_KEYS
+            )
+            torch.set_num_threads(1 if small else self._threads)
         ends = np.cumsum([len(p.positions) for p in pieces]) - 1
-        wanted = torch.from_numpy(ends[[p.wants_logits for p in pieces]]).to(device)
-        return self.model.compute_logits(hidden[wanted])
-
-
-def resolve_device(config: ServerConfig) -> tuple[str, torch.dtype]:
-    """Device and dtype that `auto` means here."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ServerStartError(f"device is {device!r} but torch {torch.__version__} sees no GPU; use --device cpu")
-    dtypes = {
-        "auto": torch.float32 if device == "cpu" else torch.bfloat16,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    if config.dtype not in dtypes:
-        raise ServerStartError(f"dtype is {config.dtype!r}; it must be one of {', '.join(dtypes)}")
-    return device, dtypes[config.dtype]
-
-
-def resolve_capacity(config: ServerConfig, model: MLAModel) -> int:
-    """Slots in the pool: as configured, or an eighth of the free memory (CPU), four fifths of it (GPU); checked to fit.
-
-    Raises:
-        ServerStartError: the pool does not fit, with both sizes.
-    """
-    row_bytes = model.config.num_layers * model.config.row_size * torch.empty(0, dtype=model.dtype).element_size()
-    on_gpu = model.device.type == "cuda"
-    available = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
-    if config.capacity_tokens == 0:
-        fits = int(available * 0.8 if on_gpu else available / 8) // row_bytes
-        return max(1024, fits if on_gpu else min(fits, 131072))
-    if config.capacity_tokens * row_bytes > available:
-        raise ServerStartError(
-            f"capacity_tokens {config.capacity_tokens} takes {config.capacity_tokens * row_bytes / 2**30:.1f} GiB "
-            f"({row_bytes} bytes a token) and {available / 2**30:.1f} GiB are free; "
-            f"use at most {available // row_bytes} or 0 (automatic)"
+        token_ids, positions, new_slots, wanted = upload_together(
+            [
+                np.concatenate([p.token_ids for p in pieces]),
+                np.concatenate([p.positions for p in pieces]),
+                np.concatenate([p.slots[p.positions] for p in pieces]),
+                ends[[p.wants_logits for p in pieces]],
+            ],
+            device,
         )
-    return config.capacity_tokens
+        if self._base is not None:
+            self._base.index_copy_(0, new_slots, positions.int())
+        layout = build_layout(
+            [p.slots for p in pieces],
+            base,
+            [p.positions for p in pieces],
+            self._turns,
+            device=device,
+            kernels=self.use_kernels,
+            device_base=self._base,
+        )
+        context = _PoolContext(self.rows, new_slots, layout, config.softmax_scale)
+        hidden = self.model.forward(token_ids, positions, context)
+        return self.model.compute_logits(hidden[wanted])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from irminsul_backend.engine.batch import pinned
 from irminsul_backend.protocol import GenerationRequest
 
 
@@ -20,15 +22,17 @@ class Sampler:
         self.bad_words = [list(word) for word in request.bad_words if word]
         self.generated: list[int] = []
         self._generator: torch.Generator | None = None
+        self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         if self.params.temperature > 0:
-            seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
-            self._generator = torch.Generator().manual_seed(seed)
+            self._generator = torch.Generator().manual_seed(self.seed)
         p = self.params
         self._penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         if self._penalised:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
             self._seen[prompt_ids] = True
             self._counts = torch.zeros(vocab_size)
+        self.is_plain = not (self._penalised or self.bad_words or request.return_log_probs)
+        """Whether :func:`sample_on_device` can serve the request, always or never: its random stream is another."""
 
     @torch.inference_mode()
     def adjust(self, logits: Tensor) -> None:
@@ -93,3 +97,29 @@ def _draw(logits: Tensor, samplers: list[Sampler]) -> Tensor:
     noise = torch.stack([s.noise(vocab_size) for s in samplers]).to(logits.device)
     best = (ordered * keep / noise).argmax(dim=-1, keepdim=True)
     return order.gather(1, best)[:, 0]
+
+
+@torch.inference_mode()
+def sample_on_device(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[list[int], list[bool]]:
+    """One token per row by the sampling kernel, for plain samplers; the host waits once, for the result.
+
+    Args:
+        logits: float32 [N, vocab], contiguous.
+        samplers: N of them, each with `is_plain`.
+
+    Returns:
+        N token ids, and whether the row's logits are all finite (if not, the token means nothing).
+    """
+    from irminsul_kernels.sampling import sample as sample_kernel
+
+    params = [s.params for s in samplers]
+    # seeds beyond int64 wrap: torch's generator takes both signs as well
+    seeds = [(s.seed + 2**63) % 2**64 - 2**63 for s in samplers]
+    whole = [seeds, [len(s.generated) for s in samplers], [p.top_k for p in params]]
+    real = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    seed, draws, top_k = pinned(np.array(whole, np.int64), logits.device).to(logits.device, non_blocking=True)
+    temperature, top_p, min_p = pinned(np.array(real, np.float32), logits.device).to(logits.device, non_blocking=True)
+    tokens = sample_kernel(logits, temperature, top_k.int(), top_p, min_p, seed, draws)
+    finite = torch.isfinite(logits).all(dim=1)
+    chosen, is_finite = torch.stack((tokens, finite.long())).tolist()
+    return chosen, [bool(f) for f in is_finite]

@@ -6,6 +6,7 @@ AttentionContext, which also keeps the rows. Plain tensors instead of nn.Module:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -105,6 +106,8 @@ class MLAModel:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         self.config = config
         self.device, self.dtype = checkpoint.device, checkpoint.dtype
+        # its turns lie on the device: a CUDA graph cannot fetch them from the host
+        self._rope = replace(config.rope, inv_freq=config.rope.inv_freq.to(checkpoint.device))
         self.embedding = checkpoint.read("embedding")
         self.norm = checkpoint.read("norm")
         self.layers = [DecoderLayer(config, checkpoint, layer) for layer in range(config.num_layers)]
@@ -116,7 +119,7 @@ class MLAModel:
 
         Returns the residual stream [T, hidden]; :meth:`compute_logits` takes the rows of it that want logits.
         """
-        cos, sin = self.config.rope.cos_sin(positions)
+        cos, sin = self._rope.cos_sin(positions)
         x = F.embedding(token_ids, self.embedding)
         for layer in self.layers:
             x = layer(x, cos, sin, context)

@@ -1,0 +1,148 @@
+"""Where a model runs, in which dtype, and how many slots its pool gets there."""
+
+from __future__ import annotations
+
+import numpy as np
+import psutil
+import torch
+
+from irminsul_backend.config import ServerConfig
+from irminsul_backend.engine.batch import Piece
+from irminsul_backend.engine.runner import ModelRunner
+from irminsul_backend.engine.sampling import Sampler, sample
+from irminsul_backend.errors import ServerStartError
+from irminsul_backend.model import MLAModel
+from irminsul_backend.protocol import GenerationRequest, SamplingParams
+
+LEAST_CAPACITY = 1024
+"""Slots below which a GPU is not worth a server."""
+MOST_CAPACITY_CPU = 131072
+LONGEST_TRIAL = 65536
+"""Keys of the trial that measures the workspace; from here on it no longer grows with the context."""
+GRAPH_BYTES = 512 * 2**20
+"""For the CUDA graphs of decode steps and their buffers, which are made once the pool is there."""
+GIB = 2**30
+
+
+def resolve_device(config: ServerConfig) -> tuple[str, torch.dtype]:
+    """Device and dtype that `auto` means here.
+
+    Raises:
+        ServerStartError: a device that is not there, an unknown dtype, a memory fraction out of range.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ServerStartError(f"device is {device!r} but torch {torch.__version__} sees no GPU; use --device cpu")
+    if not 0 < config.gpu_memory_fraction <= 1:
+        raise ServerStartError(f"gpu_memory_fraction is {config.gpu_memory_fraction}; it must be over 0, at most 1")
+    dtypes = {
+        "auto": torch.float32 if device == "cpu" else torch.bfloat16,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if config.dtype not in dtypes:
+        raise ServerStartError(f"dtype is {config.dtype!r}; it must be one of {', '.join(dtypes)}")
+    return device, dtypes[config.dtype]
+
+
+def resolve_capacity(config: ServerConfig, model: MLAModel) -> int:
+    """Slots in the pool: as configured, or what fits; checked to fit.
+
+    On a GPU: its memory times `gpu_memory_fraction`, without what is taken already (weights, other processes) and
+    without the workspace of a step, which is measured. On the CPU: an eighth of the free memory.
+
+    Raises:
+        ServerStartError: the pool does not fit, with both sizes.
+    """
+    row_bytes = model.config.num_layers * model.config.row_size * model.dtype.itemsize
+    if model.device.type == "cuda":
+        workspace = measure_workspace(model, config.max_batch_tokens, config.max_running)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(model.device)
+        return gpu_capacity(
+            config.capacity_tokens, row_bytes, total, config.gpu_memory_fraction, total - free, workspace + GRAPH_BYTES
+        )
+    available = psutil.virtual_memory().available
+    if config.capacity_tokens == 0:
+        return max(LEAST_CAPACITY, min(available // 8 // row_bytes, MOST_CAPACITY_CPU))
+    if config.capacity_tokens * row_bytes > available:
+        raise ServerStartError(
+            f"capacity_tokens {config.capacity_tokens} takes {config.capacity_tokens * row_bytes / GIB:.1f} GiB "
+            f"({row_bytes} bytes a token) and {available / GIB:.1f} GiB are free; "
+            f"use at most {available // row_bytes} or 0 (automatic)"
+        )
+    return config.capacity_tokens
+
+
+def gpu_capacity(wanted: int, row_bytes: int, total: int, fraction: float, taken: int, workspace: int) -> int:
+    """Slots that fit a GPU; sizes in bytes.
+
+    Args:
+        wanted: slots asked for; 0 = as many as fit.
+        row_bytes: of one slot.
+        total: memory of the GPU.
+        fraction: of it that may be used at all.
+        taken: by the weights and by whatever else is on the GPU.
+        workspace: what a step needs beside them.
+
+    Raises:
+        ServerStartError: the slots asked for, or LEAST_CAPACITY of them, do not fit.
+    """
+    room = int(total * fraction) - taken - workspace
+    slots = wanted or max(LEAST_CAPACITY, room // row_bytes)
+    if slots * row_bytes <= room:
+        return slots
+    fits = max(0, room // row_bytes)
+    advice = f"use at most {fits} or 0 (automatic)" if fits >= LEAST_CAPACITY else "use a larger GPU or a smaller model"
+    raise ServerStartError(
+        f"{f'capacity_tokens {wanted}' if wanted else f'the least KV pool of {slots} tokens'} takes "
+        f"{slots * row_bytes / GIB:.2f} GiB ({row_bytes} bytes a token) and {max(0, room) / GIB:.2f} GiB are left: "
+        f"gpu_memory_fraction {fraction} of {total / GIB:.1f} GiB, less {taken / GIB:.1f} GiB taken (weights and other "
+        f"processes) and {workspace / GIB:.2f} GiB of workspace; {advice}, raise gpu_memory_fraction, or lower "
+        "max_batch_tokens"
+    )
+
+
+def trial_step(max_batch_tokens: int, max_running: int, longest: int, capacity: int) -> list[Piece]:
+    """The step that needs the most memory: the end of a long prompt beside decoding sequences, all with logits.
+
+    Slots repeat, so a small pool is enough; the tokens that are computed have slots of their own.
+
+    Args:
+        longest: keys of the longest sequence.
+        capacity: slots of the pool, at least max_batch_tokens.
+    """
+    others = min(max_running, max_batch_tokens) - 1
+    lengths = [max_batch_tokens - others] + [1] * others
+    longest = max(longest, lengths[0])
+    pieces, used = [], 0
+    for tokens in lengths:
+        slots = np.arange(longest, dtype=np.int32) % capacity
+        slots[longest - tokens :] = np.arange(used, used + tokens)
+        positions = np.arange(longest - tokens, longest)
+        pieces.append(Piece(np.zeros(tokens, np.int32), positions, slots, True))
+        used += tokens
+    return pieces
+
+
+def measure_workspace(model: MLAModel, max_batch_tokens: int, max_running: int) -> int:
+    """Bytes that torch takes on the GPU for one step, forward pass and sampling, beside weights and pool."""
+    capacity = max_batch_tokens
+    pieces = trial_step(
+        max_batch_tokens, max_running, min(LONGEST_TRIAL, model.config.max_position_embeddings), capacity
+    )
+    torch.cuda.empty_cache()
+    runner = ModelRunner(model, capacity, max_running=1)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_reserved(model.device)
+    logits = runner.forward(pieces, np.zeros(capacity, np.int32))
+    request = GenerationRequest(key="", sampling=SamplingParams(temperature=1.0, top_p=0.5))
+    samplers = [Sampler(request, torch.zeros(1, dtype=torch.int64), model.config.vocab_size) for _ in pieces]
+    sample(torch.zeros_like(logits), samplers, True)
+    workspace = torch.cuda.max_memory_reserved(model.device) - before
+    del runner, logits
+    torch.cuda.empty_cache()
+    return workspace
