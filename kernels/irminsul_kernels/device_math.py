@@ -17,6 +17,7 @@ INTERPRET = bool(triton.knobs.runtime.interpret)
 """Whether kernels of this process run on the CPU; passed to them as a constexpr."""
 
 RADIANS = tl.constexpr(2 * math.pi / (1 << 32))
+LOG2_E = tl.constexpr(math.log2(math.e))
 HALF_MAX = tl.constexpr(65504.0)
 
 TYPE_NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -27,8 +28,11 @@ def use_kernel(x: torch.Tensor) -> bool:
     return x.is_cuda or INTERPRET
 
 
-def next_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+@triton.jit
+def load_rows(pointer, start, column, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """[starts, BLOCK] numbers from each of `start`; those from SIZE on are 0. No mask where there are none."""
+    at = pointer + (start[:, None] + column[None, :])
+    return tl.load(at) if BLOCK == SIZE else tl.load(at, mask=column[None, :] < SIZE, other=0)
 
 
 @triton.jit

@@ -4,7 +4,7 @@
 Per chunk of keys: rows are gathered by slot and their k_r rotated by δ = position - base, once each; two matrix
 products expand c_KV to every head's keys and values; then each tile of 128 queries of a head walks over the chunk's
 keys up to its last position. What chunks give is merged in place by log-sum-exp, so memory is bounded by
-CHUNK_BYTES whatever the context. Tiles are filled from the last query backwards, the longest walks start first.
+`plans.CHUNK_BYTES` whatever the context. Tiles are filled from the last query backwards, the longest walks start first.
 
 Everything expanded is fp16, whatever the rows' dtype: bf16 keys, values and weights would round three times to 8 bits
 (2.4e-3 to the output); fp16's 11 bits leave 4e-4, at the same speed. c_KV is normalised, so its range is no danger;
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,104 +28,22 @@ import triton.language as tl
 from torch import Tensor
 
 from irminsul_kernels.aot import KernelConfig
+from irminsul_kernels.device import architecture, next_power_of_two
 from irminsul_kernels.device_math import (
     INTERPRET,
+    LOG2_E,
     TYPE_NAMES,
     cos_sin_of,
     half_precision,
-    next_power_of_two,
+    load_rows,
     operand,
     rounded,
 )
+from irminsul_kernels.plans import QUERIES, ExpandedPlan
 from irminsul_kernels.rotation import cos_sin
 
-CHUNK_BYTES = 256 << 20
-"""Of expanded keys and values at a time: 32,768 tokens with 16 heads of 128 + 128, 4,096 with 128 heads."""
-QUERIES = 128
 GATHERED = 32
-LOG2_E = tl.constexpr(math.log2(math.e))
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Keys that are expanded together, of one sequence or several."""
-
-    keys: int
-    spans: Tensor
-    """int32 [spans, 4]: first slot, keys, position of the first, place in the chunk."""
-    longest_span: int
-    pieces: Tensor
-    """int32 [pieces, 6]: first query, queries, place of the first key, its position, keys, 1 to merge with what an
-    earlier chunk left."""
-
-
-@dataclass(frozen=True)
-class ExpandedPlan:
-    """Which program does what. The same for all layers."""
-
-    num_queries: int
-    """Of the flat batch, those of other plans included."""
-    spans: list[tuple[int, int]]
-    """First query and queries of each sequence."""
-    chunks: list[Chunk]
-
-
-def chunk_keys(heads: int, nope_dim: int, value_dim: int) -> int:
-    """Keys of a chunk, a multiple of 128."""
-    return max(128, CHUNK_BYTES // (2 * heads * (nope_dim + value_dim)) // 128 * 128)
-
-
-def plan_expanded(
-    sequences: Sequence[tuple[int, int, np.ndarray]], num_queries: int, chunk: int, device: torch.device | str
-) -> ExpandedPlan:
-    """Lay out the work of a batch.
-
-    Args:
-        sequences: (first query in the flat batch, first slot in `slots`, int64 ascending positions of the queries).
-        num_queries: queries of the flat batch.
-        chunk: keys expanded at a time, from :func:`chunk_keys`.
-
-    Raises:
-        ValueError: a chunk under 1.
-    """
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    spans: list[list[tuple[int, int, int, int]]] = [[]]
-    pieces: list[list[np.ndarray]] = [[]]
-    room = chunk
-    for first_query, first_slot, positions in sequences:
-        ends = np.arange(len(positions), 0, -QUERIES)
-        starts = np.maximum(ends - QUERIES, 0)
-        length, begin = int(positions[-1]) + 1, 0
-        while begin < length:
-            if room == 0:
-                spans.append([])
-                pieces.append([])
-                room = chunk
-            taken = min(room, length - begin)
-            place = chunk - room
-            spans[-1].append((first_slot + begin, taken, begin, place))
-            keys = np.minimum(positions[ends - 1] + 1 - begin, taken)
-            columns = (first_query + starts, ends - starts, place, begin, keys, int(begin > 0))
-            table = np.stack(np.broadcast_arrays(*columns), axis=1)
-            pieces[-1].append(table[keys > 0])
-            begin += taken
-            room -= taken
-    chunks = []
-    for chunk_spans, tables in zip(spans, pieces, strict=True):
-        if not chunk_spans:
-            continue
-        table = np.concatenate(tables)
-        table = table[np.argsort(-table[:, 4], kind="stable")]
-        span = np.array(chunk_spans)
-        chunks.append(
-            Chunk(int(span[:, 1].sum()), _upload(span, device), int(span[:, 1].max()), _upload(table, device))
-        )
-    return ExpandedPlan(num_queries, [(first, len(p)) for first, _, p in sequences], chunks)
-
-
-def _upload(table: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(table, dtype=np.int32)).to(device, non_blocking=True)
+"""Rows that one program gathers."""
 
 
 def expanded_reference(
@@ -204,14 +121,15 @@ def expanded(
     if not plan.chunks:
         return out
     most = max(chunk.keys for chunk in plan.chunks)
-    half = dict(dtype=torch.float16, device=rows.device)
-    latent, turned = torch.empty(most, rank, **half), torch.empty(most, rope_dim, **half)
-    keys, values = torch.empty(most, heads * nope_dim, **half), torch.empty(heads * most * value_dim, **half)
+    latent, turned, keys, values = (
+        rows.new_empty(shape, dtype=torch.float16)
+        for shape in ((most, rank), (most, rope_dim), (most, heads * nope_dim), (heads * most * value_dim,))
+    )
     to_keys, to_values = w_uk.to(torch.float16).view(heads * nope_dim, rank).T, w_uv.to(torch.float16)
     # with one chunk nothing is merged and the result goes straight to its place
     sums = out if len(plan.chunks) == 1 else out.new_empty(out.shape, dtype=torch.float32)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=rows.device)
-    tile_keys, warps, stages = _tuning(_architecture(rows.device))
+    tile_keys, warps, stages = _tuning(architecture(rows.device))
     for chunk in plan.chunks:
         n = chunk.keys
         gather_kernel[(triton.cdiv(chunk.longest_span, GATHERED), len(chunk.spans))](
@@ -275,13 +193,6 @@ def _check(
             raise ValueError(f"{name} is on {table.device}, rows on {rows.device}; all must be on one device")
     if plan.num_queries != tokens:
         raise ValueError(f"the plan is for {plan.num_queries} queries, q_nope has {tokens}")
-
-
-def _architecture(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def _tuning(arch: int) -> tuple[int, int, int]:
@@ -349,8 +260,8 @@ def expanded_kernel(
     position = tl.load(q_positions + first_query + token) - first_position
     lowest = tl.load(q_positions + first_query) - first_position
     pair = first_query.to(tl.int64) * HEADS + head
-    q = _load(q_nope + pair * NOPE, token * (HEADS * NOPE), NOPE, BLOCK_NOPE)
-    q_r = _load(q_rope + pair * ROPE, token * (HEADS * ROPE), ROPE, BLOCK_ROPE)
+    q = load_rows(q_nope + pair * NOPE, token * (HEADS * NOPE), tl.arange(0, BLOCK_NOPE), NOPE, BLOCK_NOPE)
+    q_r = load_rows(q_rope + pair * ROPE, token * (HEADS * ROPE), tl.arange(0, BLOCK_ROPE), ROPE, BLOCK_ROPE)
     q = half_precision(q.to(tl.float32), INTERPRET)
     q_r = half_precision(q_r.to(tl.float32), INTERPRET)
     keys += (first_key.to(tl.int64) * HEADS + head) * NOPE
@@ -397,14 +308,17 @@ def _walk(
     KEYS: tl.constexpr, MASK: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, KEYS)
+    i = tl.arange(0, BLOCK_NOPE)
+    j = tl.arange(0, BLOCK_ROPE)
+    column = tl.arange(0, BLOCK_VALUE)
     for start in tl.range(begin, end, KEYS):
         key = start + n
         if MASK:
             # keys behind the last repeat it and are hidden
             key = tl.minimum(key, count - 1)
-        k = operand(_load(keys, key.to(tl.int64) * (HEADS * NOPE), NOPE, BLOCK_NOPE), INTERPRET)
-        k_r = operand(_load(k_rope, key * ROPE, ROPE, BLOCK_ROPE), INTERPRET)
-        v = operand(_load(values, key * VALUE, VALUE, BLOCK_VALUE), INTERPRET)
+        k = operand(load_rows(keys, key.to(tl.int64) * (HEADS * NOPE), i, NOPE, BLOCK_NOPE), INTERPRET)
+        k_r = operand(load_rows(k_rope, key * ROPE, j, ROPE, BLOCK_ROPE), INTERPRET)
+        v = operand(load_rows(values, key * VALUE, column, VALUE, BLOCK_VALUE), INTERPRET)
         scores = tl.dot(q, tl.trans(k))
         scores = tl.dot(q_r, tl.trans(k_r), scores)
         scores *= scale * LOG2_E
@@ -419,17 +333,6 @@ def _walk(
         mixed = tl.dot(rounded(weight, tl.float16, INTERPRET), v, mixed * fade[:, None])
         top = higher
     return top, total, mixed
-
-
-@triton.jit
-def _load(pointer, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """[starts, BLOCK] numbers from each of `start`; those from SIZE on are 0."""
-    column = tl.arange(0, BLOCK)
-    if BLOCK == SIZE:
-        x = tl.load(pointer + (start[:, None] + column[None, :]))
-    else:
-        x = tl.load(pointer + (start[:, None] + column[None, :]), mask=column[None, :] < SIZE, other=0)
-    return x
 
 
 def aot_configs(arch: int) -> list[KernelConfig]:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from irminsul_kernels.expanded import ExpandedPlan
-    from irminsul_kernels.extend import ExtendPlan
+from irminsul_kernels.device import upload
+from irminsul_kernels.plans import ExpandedPlan, ExtendPlan, plan_expanded, plan_extend
 
 Span = tuple[int, int, np.ndarray]
 """(first query, first slot, positions of the queries) of a sequence."""
@@ -72,9 +70,6 @@ class FlatLayout:
         return self._plans[key]
 
     def _make_plans(self, heads: int, threshold: int, chunk: int, decodes: bool, multiprocessors: int) -> Plans:
-        from irminsul_kernels.expanded import plan_expanded
-        from irminsul_kernels.extend import plan_extend
-
         device = self.slots.device
         singles = self.singles if decodes else []
         rest = self.others if decodes else self.singles + self.others
@@ -131,11 +126,3 @@ def build_flat_layout(
         others=spans[1],
         num_queries=int(starts[-1]),
     )
-
-
-def upload(table: np.ndarray, dtype: type, device: torch.device | str) -> Tensor:
-    """Through pinned memory, so that the copy does not hold up the host."""
-    tensor = torch.from_numpy(np.ascontiguousarray(table, dtype=dtype))
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

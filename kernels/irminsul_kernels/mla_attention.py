@@ -236,8 +236,9 @@ def _by_kernels(
     threshold: int,
 ) -> Tensor:
     from irminsul_kernels.decode import decode_attention
-    from irminsul_kernels.expanded import chunk_keys, expanded
+    from irminsul_kernels.expanded import expanded
     from irminsul_kernels.extend import extend
+    from irminsul_kernels.plans import chunk_keys
 
     tokens, heads, nope_dim = q_nope.shape
     rank, value_dim, rope_dim = w_uk.shape[2], w_uv.shape[2], q_rope.shape[2]

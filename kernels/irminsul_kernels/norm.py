@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from irminsul_kernels.aot import KernelConfig
-from irminsul_kernels.device_math import INTERPRET, TYPE_NAMES, next_power_of_two, rounded, use_kernel
+from irminsul_kernels.device import next_power_of_two
+from irminsul_kernels.device_math import INTERPRET, TYPE_NAMES, rounded, use_kernel
 from irminsul_kernels.rotation import rotate
 
 MAX_SIZE = 32768

@@ -17,15 +17,20 @@ def error(dtype: torch.dtype, shape: tuple[int, ...]) -> float:
     return ((silu_gate(gate_up).double() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 200), (2, 2, 8192)])
-class TestAgainstFloat64:
-    def test_torch(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        assert error(dtype, shape) < TOLERANCE[dtype]
+SHAPES = [(1, 2), (3, 200), (2, 2, 8192)]
 
-    @pytest.mark.interpreter
-    def test_kernel(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        assert error(dtype, shape) < TOLERANCE[dtype]
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_torch_against_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    assert error(dtype, shape) < TOLERANCE[dtype]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_against_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    assert error(dtype, shape) < TOLERANCE[dtype]
 
 
 @pytest.mark.interpreter

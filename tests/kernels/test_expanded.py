@@ -8,7 +8,8 @@ import torch
 from irminsul_kernels import turns_per_position
 
 pytest.importorskip("triton")
-from irminsul_kernels.expanded import QUERIES, chunk_keys, expanded, expanded_reference, plan_expanded
+from irminsul_kernels.expanded import expanded, expanded_reference
+from irminsul_kernels.plans import QUERIES, chunk_keys, plan_expanded
 
 CAPACITY = 1024
 FAR = 131072

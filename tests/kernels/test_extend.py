@@ -8,7 +8,8 @@ import torch
 from irminsul_kernels import turns_per_position
 
 pytest.importorskip("triton")
-from irminsul_kernels.extend import extend, extend_reference, heads_per_tile, plan_extend
+from irminsul_kernels.extend import extend, extend_reference
+from irminsul_kernels.plans import heads_per_tile, plan_extend
 
 CAPACITY = 2048
 FAR = 131072

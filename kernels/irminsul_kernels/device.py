@@ -1,0 +1,28 @@
+"""What wrappers and plans ask about a device and a shape. Needs no Triton."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def architecture(device: torch.device | str) -> int:
+    """Compute capability, 90 for 9.0; the interpreter plays an H200."""
+    if torch.device(device).type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def next_power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def upload(table: np.ndarray, dtype: type, device: torch.device | str) -> Tensor:
+    """Through pinned memory, so that the copy does not hold up the host."""
+    tensor = torch.from_numpy(np.ascontiguousarray(table, dtype=dtype))
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
