@@ -38,6 +38,7 @@ from irminsul_kernels.device_math import (
     load_rows,
     operand,
     rounded,
+    use_kernel,
 )
 from irminsul_kernels.plans import QUERIES, ExpandedPlan
 from irminsul_kernels.rotation import cos_sin
@@ -193,6 +194,8 @@ def _check(
             raise ValueError(f"{name} is on {table.device}, rows on {rows.device}; all must be on one device")
     if plan.num_queries != tokens:
         raise ValueError(f"the plan is for {plan.num_queries} queries, q_nope has {tokens}")
+    if not use_kernel(rows):
+        raise ValueError(f"rows are on {rows.device}; there mla_attention or expanded_reference computes this")
 
 
 def _tuning(arch: int) -> tuple[int, int, int]:

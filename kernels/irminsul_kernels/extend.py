@@ -45,6 +45,7 @@ from irminsul_kernels.device_math import (
     load_rows,
     operand,
     rounded,
+    use_kernel,
 )
 from irminsul_kernels.plans import ExtendPlan, heads_per_tile
 from irminsul_kernels.rotation import cos_sin
@@ -178,6 +179,8 @@ def _check(
         raise ValueError(
             f"the plan is for {plan.num_queries} queries of {plan.heads} heads, q_latent has {tokens} of {heads}"
         )
+    if not use_kernel(rows):
+        raise ValueError(f"rows are on {rows.device}; there mla_attention or extend_reference computes this")
 
 
 class _Tuning(NamedTuple):

@@ -147,3 +147,9 @@ class TestPlan:
 def test_wrong_input_names_itself(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         expanded(**{**Scene([np.array([3, 7])]).arguments(1024), **change})
+
+
+def test_a_cpu_is_refused() -> None:
+    scene = Scene([np.array([3, 7])])
+    with pytest.raises(ValueError, match="rows are on cpu"):
+        expanded(**scene.arguments(1024))

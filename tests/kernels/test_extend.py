@@ -165,3 +165,10 @@ def test_wrong_input_names_itself(change: dict, message: str) -> None:
     arguments = {name: getattr(scene, name) for name in names} | {"plan": plan_extend(scene.sequences, 2, 4, "cpu")}
     with pytest.raises(ValueError, match=message):
         extend(**{**arguments, **change})
+
+
+def test_a_cpu_is_refused() -> None:
+    scene = Scene([np.array([3, 7])])
+    inputs = (scene.q_latent, scene.q_rope, scene.rows, scene.slots, scene.q_positions, scene.base, scene.turns)
+    with pytest.raises(ValueError, match="rows are on cpu"):
+        extend(*inputs, plan_extend(scene.sequences, 2, 4, "cpu"), 1.0)

@@ -9,18 +9,26 @@ from irminsul_kernels import build_layout, expanded_threshold, mla_attention, tu
 
 pytest.importorskip("triton")
 
-HEADS, RANK, ROPE, NOPE, VALUE, CAPACITY = 2, 32, 32, 16, 16, 512
+RANK, ROPE, NOPE, VALUE = 32, 32, 16, 16
 
 
 class Scene:
     """A shared run of slots at the start of every sequence, moved; then rows of its own. Unused rows are NaN."""
 
-    def __init__(self, queries: list[np.ndarray], rank: int = RANK) -> None:
+    def __init__(
+        self,
+        queries: list[np.ndarray],
+        sizes: tuple[int, int, int, int] = (RANK, ROPE, NOPE, VALUE),
+        heads: int = 2,
+        device: str = "cpu",
+    ) -> None:
+        rank, rope, nope, value = sizes
         g, rng = torch.Generator().manual_seed(4), np.random.default_rng(4)
-        self.queries = queries
-        self.turns = turns_per_position(10000.0 ** (-torch.arange(0, ROPE, 2, dtype=torch.float64) / ROPE))
-        order = rng.permutation(CAPACITY).astype(np.int32)
-        self.base = np.full(CAPACITY, 2**30, np.int32)
+        self.queries, self.device = queries, device
+        self.turns = turns_per_position(10000.0 ** (-torch.arange(0, rope, 2, dtype=torch.float64) / rope))
+        capacity = 20 + sum(int(positions[-1]) + 1 for positions in queries) + 50
+        order = rng.permutation(capacity).astype(np.int32)
+        self.base = np.full(capacity, 2**30, np.int32)
         self.base[order[:20]] = np.arange(5000, 5020)
         self.slots, used = [], 20
         for positions in queries:
@@ -30,28 +38,30 @@ class Scene:
             used += len(own)
             self.base[own] = np.arange(shared, n)
             self.slots.append(np.concatenate((order[:shared], own)))
-        self.rows = torch.full((CAPACITY, rank + ROPE), float("nan"))
-        self.rows[torch.from_numpy(order[:used])] = torch.randn(used, rank + ROPE, generator=g)
+        self.rows = torch.full((capacity, rank + rope), float("nan"))
+        self.rows[torch.from_numpy(order[:used])] = torch.randn(used, rank + rope, generator=g)
         tokens = sum(map(len, queries))
-        self.q_nope = torch.randn(tokens, HEADS, NOPE, generator=g)
-        self.q_rope = torch.randn(tokens, HEADS, ROPE, generator=g)
-        self.w_uk = torch.randn(HEADS, NOPE, rank, generator=g) * rank**-0.5
-        self.w_uv = torch.randn(HEADS, rank, VALUE, generator=g) * rank**-0.5
+        self.q_nope = torch.randn(tokens, heads, nope, generator=g)
+        self.q_rope = torch.randn(tokens, heads, rope, generator=g)
+        self.w_uk = torch.randn(heads, nope, rank, generator=g) * rank**-0.5
+        self.w_uv = torch.randn(heads, rank, value, generator=g) * rank**-0.5
+        self.scale = (nope + rope) ** -0.5
 
-    def run(self, kernels: bool, dtype: torch.dtype) -> torch.Tensor:
+    def run(self, kernels: bool, dtype: torch.dtype, device: str) -> torch.Tensor:
         """Both paths start from the numbers as bf16 stores them."""
-        layout = build_layout(self.slots, self.base, self.queries, self.turns, kernels=kernels)
+        layout = build_layout(self.slots, self.base, self.queries, self.turns, device=device, kernels=kernels)
         q_nope, q_rope, rows, w_uk, w_uv = (
-            x.bfloat16().to(dtype) for x in (self.q_nope, self.q_rope, self.rows, self.w_uk, self.w_uv)
+            x.bfloat16().to(device, dtype) for x in (self.q_nope, self.q_rope, self.rows, self.w_uk, self.w_uv)
         )
-        out = mla_attention(q_nope, q_rope, rows, layout, w_uk, w_uv, (NOPE + ROPE) ** -0.5)
-        again = mla_attention(q_nope, q_rope, rows, layout, w_uk, w_uv, (NOPE + ROPE) ** -0.5)
+        out = mla_attention(q_nope, q_rope, rows, layout, w_uk, w_uv, self.scale)
+        # the next layer: the plans are there
+        again = mla_attention(q_nope, q_rope, rows, layout, w_uk, w_uv, self.scale)
         assert out.dtype == dtype and out.is_contiguous() and torch.equal(out, again)
-        return out
+        return out.cpu()
 
     def error(self) -> float:
-        exact = self.run(False, torch.float32)
-        return ((self.run(True, torch.bfloat16).float() - exact).norm() / exact.norm()).item()
+        exact = self.run(False, torch.float32, "cpu")
+        return ((self.run(True, torch.bfloat16, self.device).float() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.interpreter
@@ -74,15 +84,25 @@ class TestAgainstTorch:
         assert Scene([np.arange(expanded_threshold(RANK, NOPE, VALUE))]).error() < 5e-3
 
     def test_rows_that_decode_cannot_take_go_to_extend(self) -> None:
-        assert Scene([np.array([30]), np.array([3, 4])], rank=48).error() < 5e-3
+        assert Scene([np.array([30]), np.array([3, 4])], (48, ROPE, NOPE, VALUE)).error() < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("heads", [8, 16, 128])
+def test_published_shapes_on_a_gpu(heads: int) -> None:
+    rng = np.random.default_rng(6)
+    holes = [np.sort(rng.choice(3000, n, replace=False)) for n in (40, 170, 900)]
+    queries = [np.array([2999]), *holes, np.array([64]), np.arange(700), np.arange(2000, 2004)]
+    assert Scene(queries, (512, 64, 128, 128), heads, "cuda").error() < 5e-3
 
 
 def test_wide_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="float32; the kernels take"):
-        Scene([np.array([3])]).run(True, torch.float32)
+        Scene([np.array([3])]).run(True, torch.float32, "cpu")
 
 
 def test_a_wrong_batch_is_refused_before_it_is_uploaded() -> None:
     scene = Scene([np.array([3])])
     with pytest.raises(ValueError, match="leave the pool"):
-        build_layout([scene.slots[0] + CAPACITY], scene.base, scene.queries, scene.turns, kernels=True)
+        build_layout([scene.slots[0] + len(scene.base)], scene.base, scene.queries, scene.turns, kernels=True)
