@@ -1,0 +1,138 @@
+"""Run by test_gpu_path.py in a process of its own, with TRITON_INTERPRET=1: one engine by kernels, one by torch.
+
+Everything of the GPU path but graph capture runs here on the CPU. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from irminsul_backend.chunking import PRESETS, cut, fingerprint
+from irminsul_backend.engine import Engine
+from irminsul_backend.engine.batch import Piece
+from irminsul_backend.engine.runner import ModelRunner
+from irminsul_backend.model import MLAModel, load_model
+from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams
+
+CAPACITY, VOCAB = 500, 512
+
+
+def steps(model: MLAModel) -> dict[str, list[float]]:
+    """Relative L2 distance of the logits of kernels and torch, step by step, on the same rows where they are reused.
+
+    Rows nobody wrote are NaN. The second sequence is the first one's rows moved by 17, with holes at both ends and in
+    the middle; the third shares slots with it.
+    """
+    rng = np.random.default_rng(5)
+    ids = rng.integers(2, VOCAB, 400).astype(np.int32)
+    order = rng.permutation(CAPACITY).astype(np.int32)
+    base = np.zeros(CAPACITY, np.int32)
+    taken = 0
+
+    def fresh(positions: np.ndarray) -> np.ndarray:
+        nonlocal taken
+        slots = order[taken : taken + len(positions)]
+        taken += len(positions)
+        base[slots] = positions
+        return slots
+
+    first = fresh(np.arange(130))
+    second = np.zeros(170, np.int32)
+    second[17:147] = first
+    holes = np.concatenate((np.arange(17), np.arange(60, 66), np.arange(147, 160)))
+    second[holes] = fresh(holes)
+    second[160:] = fresh(np.arange(160, 170))
+    third = np.concatenate((second[:50], fresh(np.arange(50, 60))))
+    short = fresh(np.arange(5))
+
+    def piece(slots: np.ndarray, positions: Any, wants_logits: bool = True) -> Piece:
+        positions = np.atleast_1d(positions)
+        return Piece(ids[positions], positions, slots, wants_logits)
+
+    plan = {
+        "prefill": [piece(first, np.arange(129), False), piece(short, np.arange(3))],
+        "decode": [piece(first, 129), piece(short, 3)],
+        "holes beside decode": [piece(second, holes), piece(short, 4), piece(third, np.arange(50, 53), False)],
+        "decode in a padded bucket": [piece(second, 160), piece(third, 53), piece(first, 129)],
+        "decode alone": [piece(second, 161)],
+        "hole of one token that wants no logits": [piece(third, 54, False), piece(second, 162)],
+    }
+    runners = [ModelRunner(model, CAPACITY, max_running=4, use_kernels=use) for use in (True, False)]
+    for runner in runners:
+        runner.rows.fill_(float("nan"))
+    distances = {}
+    for name, pieces in plan.items():
+        ours, theirs = (runner.forward(pieces, base) for runner in runners)
+        assert ours.shape == theirs.shape == (sum(p.wants_logits for p in pieces), VOCAB)
+        distances[name] = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).tolist()
+    ours, theirs = (runner.rows[:, order[:taken]] for runner in runners)
+    written = ~theirs.isnan().any(dim=2)
+    assert torch.equal(written, ~ours.isnan().any(dim=2)), "another row was written, or one was not"
+    distances["rows"] = [((ours - theirs)[written].norm() / theirs[written].norm()).item()]
+    return distances
+
+
+def answers(model: MLAModel, use_kernels: bool) -> dict[str, Any]:
+    """A first prompt alone; then at once: the same text moved, the same again, and two sampled ones."""
+    preset = PRESETS["default"]
+    engine = Engine(model, 2000, preset, max_batch_tokens=100, max_running=3, use_kernels=use_kernels)
+    engine.runner.rows.fill_(float("nan"))
+    engine.start()
+    rng = np.random.default_rng(6)
+    text = rng.integers(2, VOCAB, 110).astype(np.int32)
+
+    def submit(key: str, ids: np.ndarray, **sampling: Any) -> tuple[list[Event], threading.Event]:
+        events: list[Event] = []
+        done = threading.Event()
+
+        def on_event(event: Event) -> None:
+            events.append(event)
+            if event.kind in ("finished", "error"):
+                done.set()
+
+        ends = cut(ids, preset, None)
+        request = GenerationRequest(
+            key=key, session_id=key, namespace="n", sampling=SamplingParams(max_tokens=4, **sampling)
+        )
+        engine.submit(request, ids, ends, fingerprint(ids, ends, "n", preset.gram), on_event)
+        return events, done
+
+    def result(events: list[Event], done: threading.Event) -> dict[str, Any]:
+        assert done.wait(120), "a request did not end"
+        assert not events[-1].error, events[-1].error
+        usage = events[-1].usage
+        assert usage is not None
+        return {"tokens": [t for e in events for t in e.token_ids], "shifted": usage.shifted_tokens}
+
+    found = {"first": result(*submit("first", text))}
+    moved = np.concatenate((rng.integers(2, VOCAB, 41).astype(np.int32), text[10:], text[:9]))
+    pending = {
+        "moved": submit("moved", moved),
+        "same": submit("same", text),
+        "sampled": submit("sampled", text[:40], temperature=0.8, seed=-3, top_k=20, top_p=0.9, min_p=0.01),
+        "sampled again": submit("sampled again", text[:40], temperature=0.8, seed=-3, top_k=20, top_p=0.9, min_p=0.01),
+        "cold": submit("cold", text[:40], temperature=1e-3, seed=5),
+        "penalised": submit("penalised", text[:40], frequency_penalty=0.5),
+    }
+    found |= {key: result(*one) for key, one in pending.items()}
+    status = engine.status()
+    engine.close()
+    assert status["integrity"] == "ok", status
+    return found
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    model = load_model(Path(folder), dtype=torch.bfloat16)
+    print(json.dumps({"steps": steps(model), "kernels": answers(model, True), "torch": answers(model, False)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
