@@ -145,7 +145,11 @@ def _share(v, top, heat):
     return tl.exp(tl.where(v == top, 0.0, (v - top) / heat))
 
 
-@triton.jit
+# one number of each is read: a view at any offset must not mean another compilation
+_COLUMNS = ["temperature", "top_k", "top_p", "min_p", "seeds", "draws", "out"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def sample_kernel(logits, temperature, top_k, top_p, min_p, seeds, draws, out, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * vocab
@@ -255,5 +259,4 @@ def aot_configs(arch: int) -> list[KernelConfig]:
         logits="*fp32", temperature="*fp32", top_k="*i32", top_p="*fp32", min_p="*fp32", seeds="*i64", draws="*i64",
         out="*i64", vocab="i32",
     )  # fmt: skip
-    aligned = tuple(name for name, kind in signature.items() if kind.startswith("*"))
-    return [KernelConfig("sampling", sample_kernel, signature, dict(BLOCK=BLOCK), WARPS, 1, aligned)]
+    return [KernelConfig("sampling", sample_kernel, signature, dict(BLOCK=BLOCK), WARPS, 1, ("logits",))]
