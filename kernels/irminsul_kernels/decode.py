@@ -5,24 +5,23 @@ rotated for the row's base position). Row j of a sequence must be rotated by δ 
 splits so that few sequences fill the device; a second kernel merges the splits by their log-sum-exp.
 
 **Where the rotation happens.** R(-δ) q · k = q · R(δ) k, so while δ stays the same the query is rotated once and the
-keys not at all. The kernel looks 1,024 rows ahead for the next change of δ; until then the main loop compares one
-scalar a tile, loads nothing but slots and rows, and multiplies k_r straight from the asynchronous copy. A tile in which
-δ changes has its k_r read again (128 bytes a row, from the L2 cache) and rotated row by row. Instructions of one
-64-row tile at 16 heads, 512 + 64, bf16, 8 warps, sm_90 (`python -m irminsul_kernels.aot --kernel decode`; the first line is
-this kernel without rotation):
+keys not at all. The kernel looks 1,024 rows ahead for the next change of δ; until then the main loop compares a scalar
+per tile, loads nothing but slots and rows, and multiplies k_r straight from the asynchronous copy. A tile in which δ
+changes has its k_r read again (128 bytes a row, from the L2 cache) and rotated row by row. Instructions of one 64-row
+tile at 16 heads, 512 + 64, bf16, 8 warps, sm_90, Triton 3.9.0 (the first two lines: `python -m irminsul_kernels.aot
+--kernel decode`; the others were tried and dropped):
 
-    no rotation                                          450
-    query side, by runs (this kernel)                    501 in a run, 890 where δ changes
-    key side always, exact integer phase, sin/cos.approx 574 (+27 %)
-    query side, one δ a tile taken from the tile         +12 %, and cannot do tiles with two δ
-    key side with carried sines, recomputed on change    +18 to +21 % in a run
+    no rotation                                           455
+    query side by runs (this kernel)                      500 in a run (+10 %), 857 where δ changes
+    key side, exact integer phase and sin/cos.approx      +27 % everywhere
+    key side, sines kept from tile to tile                +18 to +21 % in a run
+    query side, the tile's one δ found from its rows      +12 %, and a tile of two δ is wrong
 
-Rotating all keys costs 15 instructions for each of the 8 pairs of numbers that a thread holds, which no variant could
-hide below 12 %. The rotated query goes in as a sum of two bf16 (fp16) numbers, so rotation adds no rounding of its own:
-the error of a moved row is that of storing it.
+Rotating keys costs 15 instructions for each of the 8 pairs of numbers a thread holds; nothing hides them below 12 %.
+The rotated query enters as the sum of two bf16 (fp16) numbers, so that rotation adds no rounding: the error of a
+moved row is that of having stored it.
 
-The kernel runs on bf16 and fp16, powers of two for R (16..512) and D (32..128); tuned for 512 + 64. Wide copies need rows
-of a multiple of 16 bytes, which these are.
+Runs on bf16 and fp16, R a power of two from 16 to 512, D 32, 64 or 128; tuned for 512 + 64.
 """
 
 from __future__ import annotations
@@ -58,15 +57,17 @@ class Tuning(NamedTuple):
     """Rows a tile."""
     num_warps: int
     num_stages: int
+    pack: bool
+    """Hand the rotated query from tile to tile in registers: pays while there is room for it."""
 
 
 def tuning(heads: int, rank: int, rope_dim: int, arch: int) -> Tuning:
     """Launch parameters; `arch` is the compute capability, 90 for 9.0."""
-    block_h = 16 if heads <= 16 else 32
+    block_h = 16  # 32 spill registers; blocks of one sequence run side by side and share its rows in the L2 cache
     # two tiles of rows and the queries have to fit into shared memory: 163 KB on 8.0, 227 KB on 9.0 and 10.0
     block_n = 64 if arch in (90, 100) or rank <= 256 else 32
     # five stages: three levels of indirection (slot, row, use) leave two tiles in flight
-    return Tuning(block_h, block_n, 8 if block_n == 64 else 4, 5)
+    return Tuning(block_h, block_n, 8 if block_n == 64 else 4, 5, block_h == 16)
 
 
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -116,14 +117,54 @@ def _hidden(x, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _turned_query(q, turns, delta, h, D: tl.constexpr, INTERPRET: tl.constexpr):
-    """R(-delta) q, fp32 [BLOCK_H, D]."""
-    i = tl.arange(0, D)
+def _turned_query(q, turns, delta, h, odd: tl.constexpr, D: tl.constexpr, INTERPRET: tl.constexpr):
+    """The even or the odd features of R(-delta) q, fp32 [BLOCK_H, D / 2]."""
+    i = 2 * tl.arange(0, D // 2) + odd
     c, s = _cos_sin(delta, tl.load(turns + i % (D // 2)), INTERPRET)
     s = tl.where(i < D // 2, s, -s)
     own = tl.load(q + h[:, None] * D + i[None, :]).to(tl.float32)
     pair = tl.load(q + h[:, None] * D + (i ^ (D // 2))[None, :]).to(tl.float32)
     return own * c[None, :] + pair * s[None, :]
+
+
+@triton.jit
+def _bits(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+    """The 16 bits of x, which _round made, as int32; the upper half may be anything."""
+    if INTERPRET:
+        if dtype == tl.bfloat16:
+            return x.to(tl.int32, bitcast=True) >> 16
+        x = x.to(dtype)
+    return x.to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _from_bits(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+    if INTERPRET:
+        if dtype == tl.bfloat16:
+            return (x << 16).to(tl.float32, bitcast=True)
+        return x.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return x.to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _carried(even, odd, dtype: tl.constexpr, PACK: tl.constexpr, INTERPRET: tl.constexpr):
+    """[BLOCK_H, D] of its even and odd columns, in the form in which the main loop hands it on (_used undoes it).
+
+    Packed, two neighbours share an int32. That is how a matrix product wants them in registers, so they stay there
+    from tile to tile; a 16-bit tensor would go through shared memory in every tile.
+    """
+    if PACK:  # noqa: SIM108
+        x = (_bits(even, dtype, INTERPRET) & 0xFFFF) | (_bits(odd, dtype, INTERPRET) << 16)
+    else:
+        x = tl.interleave(even, odd)
+    return x
+
+
+@triton.jit
+def _used(x, dtype: tl.constexpr, PACK: tl.constexpr, INTERPRET: tl.constexpr):
+    if PACK:
+        x = tl.interleave(_from_bits(x & 0xFFFF, dtype, INTERPRET), _from_bits(x >> 16, dtype, INTERPRET))
+    return x
 
 
 @triton.jit
@@ -142,29 +183,30 @@ def _add_mixed_scores(
     scores, q, rows, base, slots, turns, start, end, h,
     R: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """scores + q · R(δ) k_r of one tile whose rows have several δ.
-
-    The rotated keys are fp16, which keeps three more bits than bf16; no k_r comes near its limit of 65,504.
-    """
+    """scores + q · R(δ) k_r of one tile whose rows have several δ. The rotated keys are sums of two `dtype` as well."""
     HALF: tl.constexpr = D // 2
     j = tl.minimum(start + tl.arange(0, BLOCK_N), end - 1)
     slot = tl.load(slots + j, volatile=True)
     delta = j - tl.load(base + slot, volatile=True)
     row = rows + slot.to(tl.int64)[:, None] * (R + D) + R
+    dtype: tl.constexpr = rows.dtype.element_ty
     # 16 pairs at a time: fewer registers, whose number counts for the whole kernel
     for first in tl.range(0, HALF, 16, num_stages=2):
         i = first + tl.arange(0, 16)
         c, s = _cos_sin(delta[:, None], tl.load(turns + i, volatile=True)[None, :], INTERPRET)
         k1 = tl.load(row + i[None, :], volatile=True).to(tl.float32)
         k2 = tl.load(row + HALF + i[None, :], volatile=True).to(tl.float32)
-        turned1 = tl.clamp(k1 * c - k2 * s, -65504.0, 65504.0)
-        turned2 = tl.clamp(k2 * c + k1 * s, -65504.0, 65504.0)
         at = q + h[:, None] * D + i[None, :]
-        q1 = tl.load(at, volatile=True).to(tl.float32)
-        q2 = tl.load(at + HALF, volatile=True).to(tl.float32)
-        turned1, turned2 = _round(turned1, tl.float16, INTERPRET), _round(turned2, tl.float16, INTERPRET)
-        scores = tl.dot(_round(q1, tl.float16, INTERPRET), tl.trans(turned1), scores)
-        scores = tl.dot(_round(q2, tl.float16, INTERPRET), tl.trans(turned2), scores)
+        q1 = _round(tl.load(at, volatile=True).to(tl.float32), dtype, INTERPRET)
+        q2 = _round(tl.load(at + HALF, volatile=True).to(tl.float32), dtype, INTERPRET)
+        turned = k1 * c - k2 * s
+        key = _round(turned, dtype, INTERPRET)
+        scores = tl.dot(q1, tl.trans(key), scores)
+        scores = tl.dot(q1, tl.trans(_round(turned - key.to(tl.float32), dtype, INTERPRET)), scores)
+        turned = k2 * c + k1 * s
+        key = _round(turned, dtype, INTERPRET)
+        scores = tl.dot(q2, tl.trans(key), scores)
+        scores = tl.dot(q2, tl.trans(_round(turned - key.to(tl.float32), dtype, INTERPRET)), scores)
     return scores
 
 
@@ -178,7 +220,7 @@ def _chunk(length, num_splits, BLOCK_N: tl.constexpr):
 def _decode_kernel(
     q_latent, q_rope, rows, base, slots, kv_indptr, turns, out, lse, scale, heads, num_splits,
     R: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-    ROTATE: tl.constexpr, INTERPRET: tl.constexpr,
+    PACK: tl.constexpr, ROTATE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """out [num_splits, B, heads, R] and lse [num_splits, B, heads] of grid (head blocks, num_splits, B).
 
@@ -210,8 +252,10 @@ def _decode_kernel(
     q_rope += query * D
     latent = tl.load(q_latent + (query + head)[:, None] * R + r[None, :])
     latent = _operand(latent, INTERPRET)
-    rope = tl.load(q_rope + head[:, None] * D + i[None, :]).to(tl.float32)
-    rope = _round(rope, dtype, INTERPRET)
+    if ROTATE and PACK:
+        rope = tl.zeros([BLOCK_H, D // 2], tl.int32)
+    else:
+        rope = _round(tl.load(q_rope + head[:, None] * D + i[None, :]).to(tl.float32), dtype, INTERPRET)
     rest = rope
     until = begin
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -228,17 +272,21 @@ def _decode_kernel(
         if ROTATE:
             if start + BLOCK_N > until:
                 delta, until = _next_change(slots, base, _hidden(start, INTERPRET), end, AHEAD)
-                turned = _turned_query(q_rope, turns, delta, head, D, INTERPRET)
-                rope = _round(turned, dtype, INTERPRET)
-                rest = _round(turned - rope.to(tl.float32), dtype, INTERPRET)
+                even = _turned_query(q_rope, turns, delta, head, 0, D, INTERPRET)
+                odd = _turned_query(q_rope, turns, delta, head, 1, D, INTERPRET)
+                even_part, odd_part = _round(even, dtype, INTERPRET), _round(odd, dtype, INTERPRET)
+                rope = _carried(even_part, odd_part, dtype, PACK, INTERPRET)
+                even_part = _round(even - even_part.to(tl.float32), dtype, INTERPRET)
+                odd_part = _round(odd - odd_part.to(tl.float32), dtype, INTERPRET)
+                rest = _carried(even_part, odd_part, dtype, PACK, INTERPRET)
             if until < start + BLOCK_N:
                 at = _hidden(start, INTERPRET)
                 scores = _add_mixed_scores(
                     scores, q_rope, rows, base, slots, turns, at, end, head, R, D, BLOCK_N, INTERPRET
                 )
             else:
-                scores = tl.dot(rope, tl.trans(k_r), scores)
-                scores = tl.dot(rest, tl.trans(k_r), scores)
+                scores = tl.dot(_used(rope, dtype, PACK, INTERPRET), tl.trans(k_r), scores)
+                scores = tl.dot(_used(rest, dtype, PACK, INTERPRET), tl.trans(k_r), scores)
         else:
             scores = tl.dot(rope, tl.trans(k_r), scores)
         scores = tl.where((j < end)[None, :], scores * (scale * _LOG2E), float("-inf"))
@@ -370,7 +418,8 @@ def decode_attention(
     grid = (-(-heads // tune.block_h), splits, batch)
     _decode_kernel[grid](
         q_latent, q_rope, rows, base, slots, kv_indptr, turns, part, part_lse, scale, heads, splits,
-        R=rank, D=rope_dim, BLOCK_H=tune.block_h, BLOCK_N=tune.block_n, AHEAD=LOOKAHEAD, ROTATE=True,
+        R=rank, D=rope_dim, BLOCK_H=tune.block_h, BLOCK_N=tune.block_n, AHEAD=LOOKAHEAD, PACK=tune.pack,
+        ROTATE=True,
         INTERPRET=INTERPRETED, num_warps=tune.num_warps, num_stages=tune.num_stages,
     )  # fmt: skip
     if splits > 1:
@@ -497,15 +546,13 @@ def decode_reference(
 
 
 def aot_configs(arch: int) -> list[KernelConfig]:
-    """The tuned shapes: 512 + 64 at the head counts of published models, one generic shape, and the merge."""
+    """A block of 16 heads (more heads are more blocks): the tuned shape, a generic one, and the merge."""
     pointers = dict(base="*i32", slots="*i32", kv_indptr="*i32", turns="*i64", out="*fp32", lse="*fp32")
     scalars = dict(scale="fp32", heads="i32", num_splits="i32")
     configs = []
     for heads, rank, rope_dim, dtype in (
         (16, 512, 64, "bf16"),
         (16, 512, 64, "fp16"),
-        (32, 512, 64, "bf16"),
-        (128, 512, 64, "bf16"),
         (16, 256, 32, "bf16"),
     ):
         tune = tuning(heads, rank, rope_dim, arch)
@@ -516,6 +563,7 @@ def aot_configs(arch: int) -> list[KernelConfig]:
             BLOCK_H=tune.block_h,
             BLOCK_N=tune.block_n,
             AHEAD=LOOKAHEAD,
+            PACK=tune.pack,
             ROTATE=True,
             INTERPRET=False,
         )
