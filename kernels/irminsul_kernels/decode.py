@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Decode: one query a sequence against rows at any slots, each row moved to its position while it is read.
 
 Absorbed MLA: a row is c_KV (R numbers: key and value, one tile in shared memory serves as both) and k_r (D numbers,
