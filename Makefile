@@ -1,4 +1,4 @@
-# make demo | test | loadtest | bench | lint | clean
+# make demo | test | loadtest | bench | kernels | train | lint | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ USERS ?= 8
 SECONDS ?= 30
 STAMP := $(VENV)/.irminsul-setup
 
-.PHONY: setup demo test loadtest bench lint clean
+.PHONY: setup demo test loadtest bench kernels train lint clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,14 @@ loadtest: setup
 
 bench: setup
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m irminsul_backend.bench
+
+# registers, spills, shared memory and instructions of every GPU kernel, compiled without a GPU
+kernels: setup
+	@$(BIN)/python -m irminsul_kernels.aot
+
+# the shipped model, from nothing: on a GPU if there is one
+train: setup
+	@$(BIN)/python -m irminsul_backend.training.train
 
 lint: setup
 	$(BIN)/ruff check .

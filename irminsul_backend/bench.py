@@ -1,6 +1,6 @@
 """`make bench`: what the server gains and costs, as ratios taken side by side in one run on the shipped model.
 
-    OMP_WAIT_POLICY=passive python -m irminsul_backend.bench [--only planning shifted stream memory] [--json FILE]
+    OMP_WAIT_POLICY=passive python -m irminsul_backend.bench [--only PART ...] [--json FILE]
 
 The variable is what the server gives its own engine; the engine in this process must run like it. Absolute times
 depend on the machine; the ratios are what is compared with the bars.
@@ -27,9 +27,10 @@ from rich.table import Table
 
 from irminsul_backend.cache import CachedSequence, Registry, plan
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
-from irminsul_backend.config import ServerConfig
+from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.engine import Engine
 from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams
+from irminsul_backend.text.benchmark import changed_message
 from irminsul_backend.triton_io.launcher import Server, running_server
 
 PROMPT_TOKENS, KNOWN_TOKENS = 8192, 7782
@@ -163,6 +164,14 @@ def planning(progress: Progress, repeats: int = 9, cached: int = 10_000_000) -> 
     }
 
 
+def tokenising(progress: Progress) -> dict[str, Any]:
+    """One core, no server: a 100,000-token prompt with one changed message, against the same never seen."""
+    task = progress.add_task("tokenising", total=None)
+    result = changed_message(DEMO_MODEL)
+    progress.update(task, total=1, completed=1)
+    return result
+
+
 def _direct(engine: Engine, prompt: np.ndarray, tokens: int, key: str) -> list[float]:
     """Times at which the engine reported each token."""
     times: list[float] = []
@@ -185,27 +194,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Benchmarks of the planner and of the served demo model, side by side."
     )
+    alone: dict[str, Callable[[Progress], dict[str, Any]]] = {"planning": planning, "tokenising": tokenising}
     served: dict[str, Callable[[Bench], dict[str, Any]]] = {
         "shifted": Bench.shifted,
         "stream": Bench.stream,
         "memory": Bench.memory,
     }
-    names = ("planning", *served)
+    names = (*alone, *served)
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="parts to run (default: all)")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args()
     console = Console()
     results: dict[str, dict[str, Any]] = {}
     with Progress(console=console, transient=True) as progress:
-        if "planning" in args.only:
-            results["planning"] = planning(progress)
+        results.update({name: part(progress) for name, part in alone.items() if name in args.only})
         if set(args.only) & set(served):
             with running_server() as server:
                 bench = Bench(server, progress)
                 results.update({name: part(bench) for name, part in served.items() if name in args.only})
                 bench.client.close()
     for name, result in results.items():
-        about = (planning if name == "planning" else served[name]).__doc__ or ""
+        about = (alone | served)[name].__doc__ or ""
         table = Table(title=about.strip(), title_justify="left", show_header=False)
         for key, value in result.items():
             table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))

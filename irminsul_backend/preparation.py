@@ -61,9 +61,10 @@ class PromptPreparer:
         self.max_positions = _positive(path, limits, "max_position_embeddings")
         self.vocab_size = _positive(path, limits, "vocab_size")
         self.tokenizer = Tokenizer.load(config.model)
+        vocabulary = path.parent / self.tokenizer.file_name
         if self.tokenizer.vocab_size > self.vocab_size:
             raise UnsupportedModelError(
-                f"{path.parent / 'tokenizer.json'} has ids up to {self.tokenizer.vocab_size - 1}, but vocab_size in "
+                f"{vocabulary} has ids up to {self.tokenizer.vocab_size - 1}, but vocab_size in "
                 f"{path} is {self.vocab_size}; the two files are of different models"
             )
         self.template = ChatTemplate.load(config.model)

@@ -73,7 +73,7 @@ class NeedleMaker:
         messages.append({"role": "user", "content": question.text})
         return Needle(tools, messages, question)
 
-    def lesson(self, tokens: int, multi_share: float) -> tuple[str, list[int]]:
+    def lesson(self, tokens: int, multi_share: float, pool: int = len(THINGS)) -> tuple[str, list[int]]:
         """A whole rendered session of about `tokens` tokens for training, and the hops of each of its questions.
 
         Documents come in groups; behind a group, questions about all that was said so far.
@@ -83,7 +83,7 @@ class NeedleMaker:
         said = tokens * r.uniform(0.4, 0.7)
         facts = max(4, int(r.uniform(0.3, 0.9) * said / FACT_TOKENS))
         fillers = max(0, int((said - FACT_TOKENS * facts) / FILLER_TOKENS))
-        world = self.facts(facts, 2 * groups)
+        world = self.facts(facts, 2 * groups, pool)
         texts = self.documents(world, 2 * groups, fillers)
         parts, hops = [f"<|begin|><|system|>{self.filler.sentence()}" if tokens > 256 else "<|begin|>"], []
         asked_before: set[Question] = set()
@@ -105,25 +105,36 @@ class NeedleMaker:
                 hops.append(asked.hops)
         return "".join(parts), hops
 
-    def facts(self, count: int, documents: int) -> list[Fact]:
-        """`count` facts without a contradiction: about half of them are pairs that a multi-hop question can join."""
+    def facts(self, count: int, documents: int, pool: int = len(THINGS)) -> list[Fact]:
+        """About `count` facts without a contradiction, of the first `pool` things and people.
+
+        A random part of the attributes and relations is in use, so that many facts differ in the entity alone. About
+        half of the facts are pairs that a multi-hop question can join. Fewer facts if the names do not give as many.
+        """
         r = self.random
-        things = r.sample(THINGS, min(len(THINGS), max(2, count // 3)))
-        people = r.sample(PEOPLE, min(len(PEOPLE), max(1, count // 5)))
-        known: dict[tuple[str, str], Fact] = {}
+        things = r.sample(THINGS[:pool], min(len(THINGS[:pool]), max(2, count // 2)))
+        people = r.sample(PEOPLE[:pool], min(len(PEOPLE[:pool]), max(1, count // 3)))
+        of_things = r.sample(THING_ATTRIBUTES, r.randint(1, len(THING_ATTRIBUTES)))
+        of_people = r.sample(PERSON_ATTRIBUTES, r.randint(1, len(PERSON_ATTRIBUTES)))
+        relations = r.sample(RELATIONS, r.randint(1, len(RELATIONS)))
+        known: list[Fact] = []
 
         def state(attribute: str, entity: str, value: str) -> None:
-            known.setdefault((attribute, entity), Fact(attribute, entity, value, r.randrange(documents)))
+            known.append(Fact(attribute, entity, value, r.randrange(documents)))
 
-        while len(known) < count:
-            thing, relation = r.choice(things), r.choice(RELATIONS)
-            target = r.choice(people if relation in RELATIONS[:2] else things)
-            if r.random() < 0.5 and target != thing:
-                state(relation, thing, target)
-                target = known[relation, thing].value
-            attributes = PERSON_ATTRIBUTES if target in people else THING_ATTRIBUTES
-            state(r.choice(attributes), target, r.choice(VALUES))
-        return list(known.values())[:count]
+        joined = [(relation, thing) for relation in relations for thing in things]
+        for relation, thing in r.sample(joined, min(len(joined), count // 3)):
+            state(relation, thing, r.choice(people if relation in RELATIONS[:2] else [t for t in things if t != thing]))
+        # first what is said of the targets, then the others, one of each in turn
+        targets = {fact.value for fact in known}
+        keys = [(a, thing) for a in of_things for thing in things] + [(a, one) for a in of_people for one in people]
+        r.shuffle(keys)
+        groups = [[key for key in keys if (key[1] in targets) == wanted] for wanted in (True, False)]
+        while len(known) < count and any(groups):
+            for group in groups:
+                if group and len(known) < count:
+                    state(*group.pop(), r.choice(VALUES))
+        return known
 
     def documents(self, facts: list[Fact], count: int, fillers: int) -> list[str]:
         """Texts with their facts and a random share of `fillers` filler sentences, shuffled."""

@@ -18,7 +18,7 @@ SHORT = 512
 """Sequences up to this length compute their scores as one matrix."""
 COMMON = 1.0
 """Length of the direction that all embeddings begin with in common, against their own parts."""
-OFFSET_GAIN = 6.0
+OFFSET_GAIN = 8.0
 """How sharply the first layer's heads begin by looking at one place: about 0.9 of the weight lies there."""
 
 
@@ -27,8 +27,8 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 
     The head begins as the embedding (untied), so what attention copies is what it says. Head h of the first layer
     begins by looking h + 1 tokens back: its rotary queries and keys answer to a direction that all embeddings share.
-    Without that the model was still guessing among the prompt's facts after 130 steps of 4,096 tokens (27 %); with it
-    single-hop accuracy passed 92 % in 90 steps.
+    The other layers begin with no rotary scores: they compare content, wherever it stands. Without these choices the
+    model was still guessing among the prompt's facts after 130 steps of 4,096 tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -43,12 +43,12 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     weights["lm_head.weight"] = embedding * config.hidden_size**-0.5
     common = COMMON * torch.randn(config.hidden_size, generator=generator)
     weights["model.embed_tokens.weight"] = embedding + common
-    _look_back(config, weights, common)
+    _set_places(config, weights, common)
     return weights
 
 
-def _look_back(config: ModelConfig, weights: dict[str, Tensor], common: Tensor) -> None:
-    """Add to the first layer's rotary projections what makes head h prefer the key h + 1 positions back.
+def _set_places(config: ModelConfig, weights: dict[str, Tensor], common: Tensor) -> None:
+    """Make head h of the first layer prefer the key h + 1 positions back, and no other layer any position.
 
     With key features a_i (1, 0) and query features a_i (cos m f_i, sin m f_i), rotated for positions k and q, the score
     is sum a_i^2 cos((q - k + m) f_i): greatest at k = q + m. High frequencies weigh more, which makes the peak narrow.
@@ -57,7 +57,14 @@ def _look_back(config: ModelConfig, weights: dict[str, Tensor], common: Tensor) 
     # a normalised embedding has about unit features: scale so that its common part gives 1
     reader = common / common.square().sum() * (1 + COMMON**2) ** 0.5
     gain = OFFSET_GAIN * torch.exp(-torch.arange(pairs) / (0.1875 * pairs))
-    query = weights["model.layers.0.self_attn.q_proj.weight"].view(config.num_heads, -1, config.hidden_size)[:, -rope:]
+    queries = [
+        weights[f"model.layers.{layer}.self_attn.q_proj.weight"].view(config.num_heads, -1, config.hidden_size)
+        for layer in range(config.num_layers)
+    ]
+    for content in queries[1:]:
+        content[:, -rope:] = 0
+    queries[0][:, :-rope] *= 0.1  # content would blur the places
+    query = queries[0][:, -rope:]
     key = weights["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][-rope:]
     query *= 0.3
     key *= 0.3

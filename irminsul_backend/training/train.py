@@ -1,9 +1,9 @@
 """Train the shipped model: `python -m irminsul_backend.training.train`.
 
 Lessons are sessions full of questions (:mod:`irminsul_backend.training.needles`); the loss is on their answers alone,
-the only tokens that can be known. Single-hop questions come first, multi-hop ones when those are learned; whenever the
-accuracy passes the bar the sessions double in length. Every lesson is new, so the accuracy shown is on unseen prompts.
-Stop it at any time: it goes on where it was from the state file beside the model.
+the only tokens that can be known. First few names, then all; single-hop questions, then multi-hop ones; whenever the
+accuracy passes the bar, the next stage, with sessions of twice the length. Every lesson is new, so the accuracy shown
+is on unseen prompts. Stop it at any time: it goes on where it was from the state file in the work folder.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from irminsul_backend.model.config import ModelConfig
 from irminsul_backend.training.needles import NeedleMaker
 from irminsul_backend.training.network import Network, initial_weights
 from irminsul_backend.training.tokenizer import BEGIN, END, VOCAB_SIZE, save_tokenizer, train_tokenizer
+from irminsul_backend.training.words import THINGS
 
 SEED = 20250501
 CONFIG: dict[str, Any] = {
@@ -79,17 +80,22 @@ class Stage:
     length: int
     multi_share: float
     steps: int
+    pool: int = len(THINGS)
+    """So many things and people are spoken of."""
     decay: bool = False
     """Run to the end whatever the accuracy, while the learning rates fall to zero."""
 
 
 STAGES = (
-    Stage(128, 0.0, 1000),
-    Stage(256, 0.6, 3000),
-    Stage(512, 0.6, 1500),
-    Stage(1024, 0.6, 1000),
-    Stage(2048, 0.6, 500),
-    Stage(2048, 0.6, 400, decay=True),
+    Stage(128, 0.0, 300, pool=8),
+    Stage(128, 0.0, 300, pool=16),
+    Stage(128, 0.0, 300, pool=32),
+    Stage(128, 0.0, 500),
+    Stage(256, 0.5, 1000),
+    Stage(512, 0.5, 800),
+    Stage(1024, 0.5, 600),
+    Stage(2048, 0.5, 400),
+    Stage(2048, 0.5, 300, decay=True),
 )
 
 
@@ -136,7 +142,7 @@ class Trainer:
         ids = torch.full((BATCH_TOKENS // stage.length, stage.length), self.end)
         hops = torch.zeros_like(ids)
         for row in range(len(ids)):
-            text, asked = maker.lesson(int(0.9 * stage.length), stage.multi_share)
+            text, asked = maker.lesson(int(0.9 * stage.length), stage.multi_share, stage.pool)
             kept = torch.tensor(self.tokenizer.encode(text).ids[: stage.length])
             ids[row, : len(kept)] = kept
             at = (kept == self.assistant).nonzero()[:, 0]

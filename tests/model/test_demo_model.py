@@ -1,4 +1,4 @@
-"""The shipped demo model: small, loadable, not degenerate, and its tokenizer and template do what they say."""
+"""The shipped model: small, loadable, it answers from its prompt; its tokenizer and template do what they say."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.model import MLAModel, load_model
 from irminsul_backend.training.corpus import AgentText
+from irminsul_backend.training.needles import NeedleMaker
 from irminsul_backend.training.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE
-from irminsul_backend.model.make_demo import SEED, make_demo
+from irminsul_backend.training.train import write_model
 
 
 @pytest.fixture(scope="module")
@@ -35,30 +36,20 @@ def prompt_ids(tokenizer: Tokenizer, seed: int, length: int) -> list[int]:
     return [*ids, tokenizer.token_to_id("<|assistant|>")]
 
 
-def greedy(model: MLAModel, ids: list[int], count: int) -> list[int]:
-    out: list[int] = []
-    for _ in range(count):
-        out.append(int(model.logits(ids + out)[-1].argmax()))
-    return out
-
-
 class TestWeights:
     def test_it_is_small_and_has_rows_of_real_size(self, model: MLAModel) -> None:
         assert sum(path.stat().st_size for path in DEMO_MODEL.iterdir()) < 20e6
         assert (model.config.kv_lora_rank, model.config.qk_rope_head_dim) == (512, 64)
-        assert [model.config.is_moe_layer(layer) for layer in range(3)] == [False, True, True]
+        assert [model.config.is_moe_layer(layer) for layer in range(4)] == [False, True, True, True]
 
-    def test_the_script_makes_exactly_the_shipped_files(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
-        """All but the merges, whose corpus is the running interpreter's standard library; weights to one rounding."""
-        make_demo(tmp_path, SEED, tokenizer)
+    def test_the_script_writes_exactly_the_shipped_files(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        """All but tokenizer.json, whose corpus is the running interpreter's standard library."""
+        weights = load_file(DEMO_MODEL / "model.safetensors")
+        write_model(tmp_path, tokenizer, weights)
         assert {path.name for path in tmp_path.iterdir()} == {path.name for path in DEMO_MODEL.iterdir()}
         for path in tmp_path.iterdir():
-            if path.suffix != ".safetensors" and path.name != "tokenizer.json":
+            if path.name != "tokenizer.json":
                 assert path.read_bytes() == (DEMO_MODEL / path.name).read_bytes(), path.name
-        made, shipped = (load_file(folder / "model.safetensors") for folder in (tmp_path, DEMO_MODEL))
-        assert made.keys() == shipped.keys()
-        for name, weight in made.items():
-            assert torch.allclose(weight, shipped[name], rtol=2**-7), name
 
     def test_transformers_agrees(self, model: MLAModel, tokenizer: Tokenizer) -> None:
         transformers = pytest.importorskip("transformers")
@@ -68,20 +59,21 @@ class TestWeights:
             expected = reference(ids[None]).logits[0]
         assert (model.logits(ids) - expected).abs().max() <= 2e-4
 
-    def test_the_next_token_depends_on_far_context(self, model: MLAModel, tokenizer: Tokenizer) -> None:
-        """Other text far in front of an equal tail of 200 tokens changes many of the tail's next tokens, not all."""
-        one, two = prompt_ids(tokenizer, 2, 600), prompt_ids(tokenizer, 3, 600)
-        same = model.logits(one)[-200:].argmax(-1) == model.logits(two[:-200] + one[-200:])[-200:].argmax(-1)
-        assert 0.1 < same.float().mean() < 0.9
+    @pytest.mark.parametrize(("hops", "bar"), [(1, 0.9), (2, 0.75)])
+    def test_it_answers_from_the_prompt(self, model: MLAModel, tokenizer: Tokenizer, hops: int, bar: float) -> None:
+        """60 new prompts of about 500 tokens. Chance is 1 in 176; `irminsul eval needle` measures with more prompts."""
+        maker, right, count = NeedleMaker(f"shipped/{hops}"), 0, 60
+        for _ in range(count):
+            needle = maker.needle(hops, facts=18, fillers=6)
+            text = render(messages=needle.messages, add_generation_prompt=True)
+            answer = int(model.logits(tokenizer.encode(text).ids)[-1].argmax())
+            right += tokenizer.decode([answer]).strip() == needle.question.answer
+        assert right >= bar * count
 
-    def test_greedy_text_varies_is_printable_and_does_not_end(self, model: MLAModel, tokenizer: Tokenizer) -> None:
-        outputs = [greedy(model, prompt_ids(tokenizer, seed, 60), 16) for seed in range(5)]
-        assert len({tuple(output) for output in outputs}) == len(outputs)
-        for output in outputs:
-            text = tokenizer.decode(output, skip_special_tokens=False)
-            assert len(set(output)) >= 8
-            assert "\ufffd" not in text and text.replace("\n", " ").replace("\t", " ").isprintable()
-            assert not set(output) & set(range(len(SPECIAL_TOKENS)))
+    def test_its_answer_ends(self, model: MLAModel, tokenizer: Tokenizer) -> None:
+        needle = NeedleMaker("ends").needle(1, facts=18, fillers=6)
+        text = render(messages=needle.messages, add_generation_prompt=True) + " " + needle.question.answer
+        assert int(model.logits(tokenizer.encode(text).ids)[-1].argmax()) == tokenizer.token_to_id("<|end|>")
 
 
 class TestTokenizer:
