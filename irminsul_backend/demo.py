@@ -1,4 +1,4 @@
-"""`irminsul demo`: one agent session, sent twice to a real server, without reuse and with content reuse."""
+"""`irminsul demo`: an agent's questions to a real server, each sent twice, without reuse and with content reuse."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Literal, NamedTuple
 
 from irminsul_client import Client, Completion, Usage
 from irminsul_client.scenarios import apply_scenario
-from irminsul_client.synthetic import synthetic_sessions
-from irminsul_client.traces import Message
+from irminsul_client.traces import Message, TraceSession
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from irminsul_backend.training.needles import NeedleMaker, Question, questions
+
 TURNS = 6
-MAX_TOKENS = 16
+TOOLS, DOCUMENTS, FACTS, FILLERS = 8, 8, 56, 72
+MAX_TOKENS = 8
 
 NEXT_STEPS = """\
 [bold]Where to go next[/bold]
@@ -29,8 +31,9 @@ NEXT_STEPS = """\
 
 
 class Turn(NamedTuple):
-    """One turn's answers: reuse off, then content."""
+    """One question and its answers: reuse off, then content."""
 
+    question: Question
     off: Completion
     content: Completion
 
@@ -39,21 +42,33 @@ class Turn(NamedTuple):
         assert self.content.usage is not None, "the last response carries the usage"
         return self.content.usage
 
-    @property
-    def agreement(self) -> str:
-        a, b = self.off.token_ids, self.content.token_ids
-        if a == b:
-            return "same"
-        return f"differs from {next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y) + 1}"
+
+def is_right(question: Question, completion: Completion) -> bool:
+    return completion.text.strip() == question.answer
 
 
-def agent_prompts() -> list[tuple[Message, ...]]:
-    """The whole prompt of each turn. A turn adds a tool result; a header with a request id and a clock comes in front
-    of everything, documents and tools change places, and results older than the last four become stubs."""
-    sessions = synthetic_sessions(1, turns=TURNS, tools=12, documents=6, sentences=16, seed=1)
+def agent_session() -> tuple[list[Question], list[tuple[Message, ...]]]:
+    """The question and the whole prompt of each turn.
+
+    A turn adds a tool result and asks something that one or two of the documents tell. A header with a request id and a
+    clock comes in front of everything, documents and tools change places, and results older than the last four become
+    stubs.
+    """
+    maker = NeedleMaker("demo")
+    facts = maker.facts(FACTS, DOCUMENTS)
+    single, multi = (maker.random.sample(pool, TURNS) for pool in questions(facts))
+    asked = [(single, multi)[turn % 2][turn] for turn in range(TURNS)]
+    messages: list[Message] = [{"role": "system", "content": maker.filler.policy()}]
+    messages += [{"role": "tool_schema", "content": maker.filler.tool_schema()} for _ in range(TOOLS)]
+    messages += [{"role": "doc", "content": text} for text in maker.documents(facts, DOCUMENTS, FILLERS)]
+    turns = []
+    for question in asked:
+        turns.append((*messages, {"role": "user", "content": question.text}))
+        messages.append({"role": "tool", "content": maker.filler.log()})
+    sessions = iter([TraceSession("demo", tuple(turns))])
     for scenario in ("prune", "reorder", "early"):
         sessions = apply_scenario(scenario, sessions)
-    return list(next(sessions).turns)
+    return asked, list(next(sessions).turns)
 
 
 def run(
@@ -68,9 +83,9 @@ def run(
 
 
 def report(turns: list[Turn]) -> Table:
-    table = Table(title="The same six turns twice: tokens by source, ms to the first token")
-    for name in ("#", "prompt", "exact", "shifted", "computed", "off", "content", "faster", "answer"):
-        table.add_column(name, justify="left" if name == "answer" else "right")
+    table = Table(title="Tokens of each prompt by source, ms to the first token")
+    for name in ("#", "prompt", "exact", "shifted", "computed", "off", "content", "faster"):
+        table.add_column(name, justify="right")
     for number, turn in enumerate(turns, 1):
         u, off, content = turn.usage, turn.off.ttft_ms, turn.content.ttft_ms
         table.add_row(
@@ -82,15 +97,28 @@ def report(turns: list[Turn]) -> Table:
             f"{off:,.0f}",
             f"{content:,.0f}",
             f"{off / content:.1f}x",
-            turn.agreement,
         )
+    return table
+
+
+def answers(turns: list[Turn]) -> Table:
+    table = Table(title="The answers: a multi-hop question needs two documents")
+    for name in ("#", "question", "right answer", "off", "content"):
+        table.add_column(name)
+    for number, turn in enumerate(turns, 1):
+        given = [
+            f"[{'green' if is_right(turn.question, one) else 'red'}]{one.text.strip()}[/]"
+            for one in (turn.off, turn.content)
+        ]
+        table.add_row(str(number), turn.question.text, turn.question.answer, *given)
     return table
 
 
 def summary(turns: list[Turn]) -> str:
     total = sum(t.usage.prompt_tokens for t in turns)
     exact, shifted = sum(t.usage.exact_tokens for t in turns), sum(t.usage.shifted_tokens for t in turns)
-    same = sum(t.agreement == "same" for t in turns)
+    off = sum(is_right(turn.question, turn.off) for turn in turns)
+    content = sum(is_right(turn.question, turn.content) for turn in turns)
     first, later = turns[0], turns[1:]
     speedup = sum(t.off.ttft_ms for t in later) / sum(t.content.ttft_ms for t in later)
     return (
@@ -98,9 +126,9 @@ def summary(turns: list[Turn]) -> str:
         f"reuse) and {100 * shifted / total:.1f} % were found at another place and reused there.\n"
         f"The first turn is cold ({first.off.ttft_ms:.0f} and {first.content.ttft_ms:.0f} ms). After it the first "
         f"token came {speedup:.1f} times sooner.\n"
-        f"{same} of {len(turns)} greedy answers of {MAX_TOKENS} tokens are the same with and without reuse. Rows above "
-        "layer 0 depend on the text before them, so content reuse is an approximation; the shipped model has random "
-        "weights, so its text means nothing and agreement says little about a trained one."
+        f"Right answers: {off} of {len(turns)} without reuse, {content} of {len(turns)} with it. The shipped model was "
+        "trained for such questions and for nothing else. Rows above layer 0 depend on the text before them, so "
+        "content reuse is an approximation; `irminsul eval needle` measures what it costs."
     )
 
 
@@ -110,15 +138,16 @@ def main(args: argparse.Namespace) -> int:
 
     console = Console()
     signal.signal(signal.SIGTERM, raise_interrupt)
-    prompts = agent_prompts()
+    asked, prompts = agent_session()
     console.print("Starting tritonserver with the shipped model (about 10 s) ...")
     with running_server() as server, Client(server.grpc_url) as client:
         client.generate(messages=prompts[0][:2], max_tokens=2, cache_salt="demo warm-up")
         with Progress(console=console, transient=True) as progress:
             off = run(client, prompts, "off", progress)
             content = run(client, prompts, "content", progress)
-    turns = [Turn(a, b) for a, b in zip(off, content, strict=True)]
+    turns = [Turn(*turn) for turn in zip(asked, off, content, strict=True)]
     console.print(report(turns))
+    console.print(answers(turns))
     console.print(summary(turns), soft_wrap=True)
     console.print(NEXT_STEPS, highlight=False, soft_wrap=True)
     return 0

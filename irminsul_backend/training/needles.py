@@ -73,7 +73,7 @@ class NeedleMaker:
         messages.append({"role": "user", "content": question.text})
         return Needle(tools, messages, question)
 
-    def lesson(self, tokens: int, multi_share: float, pool: int = len(THINGS)) -> tuple[str, list[int]]:
+    def lesson(self, tokens: int, multi_share: float, names: int = len(THINGS)) -> tuple[str, list[int]]:
         """A whole rendered session of about `tokens` tokens for training, and the hops of each of its questions.
 
         Documents come in groups; behind a group, questions about all that was said so far.
@@ -83,7 +83,7 @@ class NeedleMaker:
         said = tokens * r.uniform(0.4, 0.7)
         facts = max(4, int(r.uniform(0.3, 0.9) * said / FACT_TOKENS))
         fillers = max(0, int((said - FACT_TOKENS * facts) / FILLER_TOKENS))
-        world = self.facts(facts, 2 * groups, pool)
+        world = self.facts(facts, 2 * groups, names)
         texts = self.documents(world, 2 * groups, fillers)
         parts, hops = [f"<|begin|><|system|>{self.filler.sentence()}" if tokens > 256 else "<|begin|>"], []
         asked_before: set[Question] = set()
@@ -105,15 +105,15 @@ class NeedleMaker:
                 hops.append(asked.hops)
         return "".join(parts), hops
 
-    def facts(self, count: int, documents: int, pool: int = len(THINGS)) -> list[Fact]:
-        """About `count` facts without a contradiction, of the first `pool` things and people.
+    def facts(self, count: int, documents: int, names: int = len(THINGS)) -> list[Fact]:
+        """About `count` facts without a contradiction, of the first `names` things and people.
 
         A random part of the attributes and relations is in use, so that many facts differ in the entity alone. About
         half of the facts are pairs that a multi-hop question can join. Fewer facts if the names do not give as many.
         """
         r = self.random
-        things = r.sample(THINGS[:pool], min(len(THINGS[:pool]), max(2, count // 2)))
-        people = r.sample(PEOPLE[:pool], min(len(PEOPLE[:pool]), max(1, count // 3)))
+        things = r.sample(THINGS[:names], min(len(THINGS[:names]), max(2, count // 2)))
+        people = r.sample(PEOPLE[:names], min(len(PEOPLE[:names]), max(1, count // 3)))
         of_things = r.sample(THING_ATTRIBUTES, r.randint(1, len(THING_ATTRIBUTES)))
         of_people = r.sample(PERSON_ATTRIBUTES, r.randint(1, len(PERSON_ATTRIBUTES)))
         relations = r.sample(RELATIONS, r.randint(1, len(RELATIONS)))

@@ -27,7 +27,7 @@ from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.model.config import ModelConfig
 from irminsul_backend.training.needles import NeedleMaker
 from irminsul_backend.training.network import Network, initial_weights
-from irminsul_backend.training.tokenizer import BEGIN, END, VOCAB_SIZE, save_tokenizer, train_tokenizer
+from irminsul_backend.training.tokenizer import BEGIN, END, SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from irminsul_backend.training.words import THINGS
 
 SEED = 20250501
@@ -80,16 +80,16 @@ class Stage:
     length: int
     multi_share: float
     steps: int
-    pool: int = len(THINGS)
+    names: int = len(THINGS)
     """So many things and people are spoken of."""
     decay: bool = False
     """Run to the end whatever the accuracy, while the learning rates fall to zero."""
 
 
 STAGES = (
-    Stage(128, 0.0, 300, pool=8),
-    Stage(128, 0.0, 300, pool=16),
-    Stage(128, 0.0, 300, pool=32),
+    Stage(128, 0.0, 300, names=8),
+    Stage(128, 0.0, 300, names=16),
+    Stage(128, 0.0, 300, names=32),
     Stage(128, 0.0, 500),
     Stage(256, 0.5, 1000),
     Stage(512, 0.5, 800),
@@ -115,7 +115,7 @@ class Trainer:
 
     def __init__(self, tokenizer: Tokenizer, config: ModelConfig, device: str = "cpu", seed: int = SEED) -> None:
         self.tokenizer, self.device, self.seed = tokenizer, device, seed
-        self.assistant, self.end = tokenizer.token_to_id("<|assistant|>"), tokenizer.token_to_id(END)
+        self.assistant, self.end = SPECIAL_TOKENS.index("<|assistant|>"), SPECIAL_TOKENS.index(END)
         self.weights = {k: v.to(device).requires_grad_() for k, v in initial_weights(config, seed).items()}
         self.network = Network(config, self.weights)
         tables = ("embed_tokens.weight", "lm_head.weight", "gate.weight")
@@ -142,10 +142,10 @@ class Trainer:
         ids = torch.full((BATCH_TOKENS // stage.length, stage.length), self.end)
         hops = torch.zeros_like(ids)
         for row in range(len(ids)):
-            text, asked = maker.lesson(int(0.9 * stage.length), stage.multi_share, stage.pool)
+            text, asked = maker.lesson(int(0.9 * stage.length), stage.multi_share, stage.names)
             kept = torch.tensor(self.tokenizer.encode(text).ids[: stage.length])
             ids[row, : len(kept)] = kept
-            at = (kept == self.assistant).nonzero()[:, 0]
+            at = torch.nonzero(kept == self.assistant)[:, 0]
             hops[row, at] = torch.tensor(asked)[: len(at)]
         hops[:, -2:] = 0  # the answer and its end must lie inside
         return ids.to(self.device), hops.to(self.device)

@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Replay the other process's reports of a marked test instead of running it."""
     if REPORTS in os.environ or item.get_closest_marker("interpreter") is None:
         return None
@@ -39,6 +39,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in reports[item.nodeid] or [_missing(item, reports[""])]:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    item.session._setupstate.teardown_exact(nextitem)  # fixtures of the tests before it that end here
     return True
 
 
