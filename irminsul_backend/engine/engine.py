@@ -180,6 +180,7 @@ class Engine:
         return ""
 
     def _run(self) -> None:
+        self.runner.enter_thread()
         while not self._closing:
             try:
                 self._take_inbox()

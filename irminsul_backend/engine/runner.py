@@ -58,6 +58,7 @@ class ModelRunner:
             use_kernels: by default :func:`has_kernels`; on the CPU they need Triton's interpreter.
         """
         self.model = model
+        self.enter_thread()
         self.use_kernels = has_kernels(model) if use_kernels is None else use_kernels
         self._threads = torch.get_num_threads()
         config, slots = model.config, capacity + self.use_kernels
@@ -71,6 +72,11 @@ class ModelRunner:
             self._base = torch.zeros(slots, dtype=torch.int32, device=model.device)
             if decodes(config, model.dtype):
                 self._decoder = Decoder(model, self.rows, self._base, self._turns, max_running)
+
+    def enter_thread(self) -> None:
+        """Make the model's GPU the calling thread's: Triton launches kernels on that, wherever their tensors are."""
+        if self.model.device.index is not None and self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)
 
     def warm_up(self) -> None:
         """Compile and capture what decode steps need, once the model is loaded."""

@@ -7,6 +7,7 @@ AttentionContext, which also keeps the rows. Plain tensors instead of nn.Module:
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,8 @@ from irminsul_backend.model.weights import Checkpoint
 
 LATENT_EPS = 1e-6
 """Epsilon of q_a_layernorm and kv_a_layernorm: the published code keeps its default there, whatever rms_norm_eps is."""
+
+HAS_TRITON = find_spec("triton") is not None
 
 
 class AttentionContext(Protocol):
@@ -44,6 +47,21 @@ class AttentionContext(Protocol):
         space. q and k_r are half-split and carry the attention factor; the softmax scale is not applied yet.
         """
         ...
+
+
+def has_row_kernel(x: torch.Tensor) -> bool:
+    """Whether one kernel makes new rows: on a GPU, where a dozen small operations cost more than their arithmetic."""
+    return x.is_cuda and HAS_TRITON
+
+
+def _rows_by_kernel(kv: torch.Tensor, norm: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """kv [T, R + dr], as it is projected -> rows [T, R + dr]: c_KV after its norm, then k_r rotated."""
+    from irminsul_kernels.norm import write_rows
+
+    rows = kv.new_empty(kv.shape)
+    places = torch.arange(len(kv), dtype=torch.int32, device=kv.device)
+    write_rows(kv, norm, cos, sin, places, rows, LATENT_EPS)
+    return rows
 
 
 class Attention:
@@ -72,8 +90,11 @@ class Attention:
         query = query.unflatten(1, (c.num_heads, -1))
         q_nope, q_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=2)
         q_rope = rotate(q_rope, cos[:, None], sin[:, None]).to(x.dtype)
-        latent = F.rms_norm(latent, latent.shape[-1:], self.kv_norm, LATENT_EPS)
-        rows = torch.cat((latent, rotate(key, cos, sin).to(x.dtype)), dim=1)
+        if has_row_kernel(x):
+            rows = _rows_by_kernel(down[:, -c.row_size :], self.kv_norm, cos, sin)
+        else:
+            latent = F.rms_norm(latent, latent.shape[-1:], self.kv_norm, LATENT_EPS)
+            rows = torch.cat((latent, rotate(key, cos, sin).to(x.dtype)), dim=1)
         out = context.attend(self.layer, q_nope, q_rope, rows, self.w_uk, self.w_uv)
         return F.linear(out.reshape(out.shape[0], -1), self.o)
 

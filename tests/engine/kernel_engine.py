@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.engine import Engine
 from irminsul_backend.engine.batch import Piece
 from irminsul_backend.engine.runner import ModelRunner
-from irminsul_backend.model import MLAModel, load_model
+from irminsul_backend.model import MLAModel, deepseek, load_model
 from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams
 
 CAPACITY, VOCAB = 500, 512
@@ -69,7 +70,7 @@ def steps(model: MLAModel) -> dict[str, list[float]]:
         runner.rows.fill_(float("nan"))
     distances = {}
     for name, pieces in plan.items():
-        ours, theirs = (runner.forward(pieces, base) for runner in runners)
+        ours, theirs = (forward(runner, pieces, base) for runner in runners)
         assert ours.shape == theirs.shape == (sum(p.wants_logits for p in pieces), VOCAB)
         distances[name] = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).tolist()
     ours, theirs = (runner.rows[:, order[:taken]] for runner in runners)
@@ -77,6 +78,12 @@ def steps(model: MLAModel) -> dict[str, list[float]]:
     assert torch.equal(written, ~ours.isnan().any(dim=2)), "another row was written, or one was not"
     distances["rows"] = [((ours - theirs)[written].norm() / theirs[written].norm()).item()]
     return distances
+
+
+def forward(runner: ModelRunner, pieces: list[Piece], base: np.ndarray) -> torch.Tensor:
+    """A pass whose new rows are made by the kernel too, where attention is by kernels."""
+    with mock.patch.object(deepseek, "has_row_kernel", lambda x: runner.use_kernels):
+        return runner.forward(pieces, base)
 
 
 def answers(model: MLAModel, use_kernels: bool) -> dict[str, Any]:
