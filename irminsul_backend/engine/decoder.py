@@ -67,16 +67,16 @@ class Decoder:
         self.model, self.rows, self.base, self.turns = model, rows, base, turns
         config, device = model.config, model.device
         self._buckets = batch_buckets(max_running)
-        longest = min(rows.shape[1] - 1, config.max_position_embeddings)
+        self._longest = min(rows.shape[1] - 1, config.max_position_embeddings)
         header = DecodeBuffer(max_running).first_slot
-        self.buffer = torch.zeros(header + max_running * longest, dtype=torch.int32, device=device)
+        self.buffer = torch.zeros(header + max_running * self._longest, dtype=torch.int32, device=device)
         self._logits = torch.zeros(max_running, config.vocab_size, device=device)
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
             self._arch, self._num_sms = 10 * found.major + found.minor, found.multi_processor_count
         else:
             self._arch, self._num_sms = 90, 132
-        self.workspace = torch.zeros(self._most_workspace(longest), device=device)
+        self.workspace = torch.zeros(self._most_workspace(), device=device)
         # grouped products of float16 experts wait for the device, which a graph cannot
         capturable = model.dtype == torch.bfloat16 or config.n_routed_experts == 0
         self._use_graphs = device.type == "cuda" and capturable
@@ -87,9 +87,8 @@ class Decoder:
         """Whether a step is one for :meth:`forward`."""
         if any(len(p.positions) != 1 or not p.wants_logits for p in pieces):
             return False
-        bucket = bucket_of(len(pieces), self._buckets)
-        keys = sum(int(p.positions[0]) + 1 for p in pieces)
-        return bucket is not None and DecodeBuffer(bucket).first_slot + keys <= len(self.buffer)
+        fits = all(p.positions[0] < self._longest for p in pieces)
+        return fits and bucket_of(len(pieces), self._buckets) is not None
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
@@ -116,7 +115,7 @@ class Decoder:
         for bucket in reversed(self._buckets):  # the largest first: the others find its memory
             packed = DecodeBuffer(bucket).pack([], self.rows.shape[1] - 1)
             self.buffer[: len(packed)].copy_(pinned(packed, self.model.device), non_blocking=True)
-            self._capture(bucket, self._splits(bucket, USUAL_KEYS))
+            self._capture(bucket, self._splits(bucket, min(USUAL_KEYS, self._longest)))
         torch.cuda.synchronize(self.model.device)
 
     def _splits(self, bucket: int, longest: int) -> int:
@@ -126,13 +125,13 @@ class Decoder:
         keys = max(LEAST_KEYS, 1 << (longest - 1).bit_length())
         return plan_splits(bucket, config.num_heads, keys, self._num_sms, tune)
 
-    def _most_workspace(self, longest: int) -> int:
+    def _most_workspace(self) -> int:
         config, most, keys = self.model.config, 1, LEAST_KEYS
         while True:
             for bucket in self._buckets:
                 splits = self._splits(bucket, keys)
                 most = max(most, workspace_size(bucket, config.num_heads, config.kv_lora_rank, splits))
-            if keys >= longest:
+            if keys >= self._longest:
                 return most
             keys *= 2
 

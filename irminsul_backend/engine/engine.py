@@ -18,7 +18,7 @@ import torch
 from irminsul_backend.cache import PICache
 from irminsul_backend.chunking import PRESETS, Preset, cut, fingerprint
 from irminsul_backend.config import ServerConfig
-from irminsul_backend.engine.placement import resolve_capacity, resolve_device
+from irminsul_backend.engine.placement import check_weights_fit, resolve_capacity, resolve_device
 from irminsul_backend.engine.runner import ModelRunner
 from irminsul_backend.engine.sampling import sample, sample_on_device
 from irminsul_backend.engine.sequence import RunningSequence
@@ -76,6 +76,7 @@ class Engine:
             raise ServerStartError(f"preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
         device, dtype = resolve_device(config)
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        check_weights_fit(config, device, dtype)
         model = load_model(config.model, device=device, dtype=dtype)
         engine = cls(
             model,

@@ -11,7 +11,9 @@ from irminsul_backend.engine.batch import Piece
 from irminsul_backend.engine.runner import ModelRunner
 from irminsul_backend.engine.sampling import Sampler, sample
 from irminsul_backend.errors import ServerStartError
-from irminsul_backend.model import MLAModel
+from irminsul_backend.model import MLAModel, ModelConfig
+from irminsul_backend.model.config import read_config
+from irminsul_backend.model.weights import memory_bytes
 from irminsul_backend.protocol import GenerationRequest, SamplingParams
 
 LEAST_CAPACITY = 1024
@@ -46,6 +48,31 @@ def resolve_device(config: ServerConfig) -> tuple[str, torch.dtype]:
     if config.dtype not in dtypes:
         raise ServerStartError(f"dtype is {config.dtype!r}; it must be one of {', '.join(dtypes)}")
     return device, dtypes[config.dtype]
+
+
+def check_weights_fit(config: ServerConfig, device: str, dtype: torch.dtype) -> None:
+    """Before anything is loaded: whether the model's tensors fit the GPU. On the CPU nothing is checked: it can page.
+
+    Raises:
+        ServerStartError: they do not, with both sizes.
+        UnsupportedModelError: config.json is missing or not understood.
+    """
+    if not device.startswith("cuda"):
+        return
+    size = memory_bytes(ModelConfig.from_dict(read_config(config.model)), dtype.itemsize)
+    free, total = torch.cuda.mem_get_info(device)
+    refuse_weights(size, total, config.gpu_memory_fraction, total - free)
+
+
+def refuse_weights(size: int, total: int, fraction: float, taken: int) -> None:
+    """Raise ServerStartError if `size` bytes of weights do not fit; the other arguments as in :func:`gpu_capacity`."""
+    room = max(0, int(total * fraction) - taken)
+    if size > room:
+        raise ServerStartError(
+            f"the model's weights take {size / GIB:.1f} GiB and {room / GIB:.1f} GiB may be used: gpu_memory_fraction "
+            f"{fraction} of {total / GIB:.1f} GiB, less {taken / GIB:.1f} GiB that other processes hold; use a larger "
+            "GPU or a smaller model"
+        )
 
 
 def resolve_capacity(config: ServerConfig, model: MLAModel) -> int:

@@ -33,7 +33,8 @@ def steps(model: MLAModel) -> dict[str, list[float]]:
     """
     rng = np.random.default_rng(5)
     ids = rng.integers(2, VOCAB, 400).astype(np.int32)
-    order = rng.permutation(CAPACITY).astype(np.int32)
+    # the first and the last slot are in use: padding must not write there
+    order = np.r_[0, CAPACITY - 1, 1 + rng.permutation(CAPACITY - 2)].astype(np.int32)
     base = np.zeros(CAPACITY, np.int32)
     taken = 0
 

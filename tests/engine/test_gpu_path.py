@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,11 +21,14 @@ import torch
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.engine import resolve_device
 from irminsul_backend.engine.batch import DecodeBuffer, Piece, batch_buckets, bucket_of, upload_together
-from irminsul_backend.engine.placement import GIB, gpu_capacity, trial_step
+from irminsul_backend.engine.placement import GIB, gpu_capacity, refuse_weights, trial_step
 from irminsul_backend.engine.sampling import Sampler, sample, sample_on_device
 from irminsul_backend.errors import ServerStartError
 from irminsul_backend.model import MLAModel, load_model
 from irminsul_backend.protocol import GenerationRequest, SamplingParams
+
+pytest.importorskip("triton")
+from irminsul_backend.engine.decoder import Decoder
 
 SCRIPT = Path(__file__).with_name("kernel_engine.py")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
@@ -111,6 +117,11 @@ class TestMemory:
         ):
             self.capacity(taken=130 * GIB)
 
+    def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(self) -> None:
+        refuse_weights(30 * GIB, 40 * GIB, 0.9, 6 * GIB)
+        with pytest.raises(ServerStartError, match=r"take 30\.1 GiB and 30\.0 GiB may be used: .* 6\.0 GiB that other"):
+            refuse_weights(int(30.1 * GIB), 40 * GIB, 0.9, 6 * GIB)
+
     @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
     def test_a_fraction_out_of_range(self, fraction: float) -> None:
         with pytest.raises(ServerStartError, match="gpu_memory_fraction is"):
@@ -191,6 +202,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def cpu_model(folder: Path) -> MLAModel:
+    return load_model(folder, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def gpu_model(folder: Path) -> MLAModel:
+    return load_model(folder, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kernel_engine", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def check(found: dict[str, Any]) -> None:
     """Distances are those of bf16: of activations rounded at other places, four or five times a layer."""
     for name, distances in found["steps"].items():
@@ -206,7 +236,6 @@ class TestByTheInterpreter:
     """The engine by kernels against the engine by torch: prefill, holes between moved rows, mixed and padded steps."""
 
     def test_the_same_as_torch(self, folder: Path) -> None:
-        pytest.importorskip("triton")
         done = subprocess.run(
             [sys.executable, str(SCRIPT), str(folder)],
             env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
@@ -217,35 +246,118 @@ class TestByTheInterpreter:
         check(json.loads(done.stdout.splitlines()[-1]))
 
 
+class Recorder:
+    """Stands in for CUDA graphs on the CPU: what is computed during capture is computed again at every replay."""
+
+    def __init__(self, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.decoder, self.compute, self.recording = decoder, decoder._compute, None
+        self.replays = 0
+        decoder._use_graphs = True
+        monkeypatch.setattr(decoder, "_compute", self._compute)
+        cuda = mock.MagicMock()
+        cuda.CUDAGraph.side_effect = lambda: SimpleNamespace(replay=lambda: None)
+        cuda.graph.side_effect = self._graph
+        monkeypatch.setattr(torch, "cuda", cuda)
+        self.cuda = cuda
+
+    def _compute(self, bucket: int, splits: int) -> None:
+        if self.recording is None:
+            self.compute(bucket, splits)
+        else:
+            self.recording.replay = lambda: self._replay(bucket, splits)
+
+    def _replay(self, bucket: int, splits: int) -> None:
+        self.replays += 1
+        self.compute(bucket, splits)
+
+    @contextlib.contextmanager
+    def _graph(self, graph: SimpleNamespace, **_: Any) -> Iterator[None]:
+        self.recording = graph
+        yield
+        self.recording = None
+
+
+class TestGraphs:
+    """Which graph is captured when, and what goes on without them. On the CPU decode computes its torch reference."""
+
+    capacity = 1500
+
+    @pytest.fixture
+    def decoder(self, cpu_model: MLAModel) -> Decoder:
+        model = cpu_model
+        rows = torch.randn(model.config.num_layers, self.capacity + 1, model.config.row_size).bfloat16()
+        rows[:, -1] = float("nan")
+        base = torch.arange(self.capacity + 1, dtype=torch.int32) % 700
+        return Decoder(model, rows, base, model.config.rope.turns, max_running=5)
+
+    def pieces(self, rng: np.random.Generator, lengths: list[int]) -> list[Piece]:
+        return [
+            Piece(rng.integers(2, 512, 1), np.array([n - 1]), rng.permutation(self.capacity)[:n].astype(np.int32), True)
+            for n in lengths
+        ]
+
+    def test_one_for_each_bucket_and_number_of_splits(
+        self, decoder: Decoder, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        batches = [self.pieces(rng, lengths) for lengths in ([9], [30, 1, 8], [70, 3, 1, 4], [600], [9, 1400], [12])]
+        rows, base = decoder.rows.clone(), decoder.base.clone()
+
+        def forward(pieces: list[Piece]) -> torch.Tensor:
+            """From the same pool each time: a batch writes rows that another one may read."""
+            decoder.rows.copy_(rows), decoder.base.copy_(base)
+            return decoder.forward(pieces).clone()
+
+        plain = [forward(pieces) for pieces in batches]
+        recorder = Recorder(decoder, monkeypatch)
+        decoder.warm_up()
+        assert sorted(bucket for bucket, _ in decoder._graphs) == [1, 2, 4, 5]
+        replayed = [forward(pieces) for pieces in batches]
+        assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
+        assert recorder.replays == len(batches)
+        graphs = len(decoder._graphs)
+        assert graphs > 4, "lengths far from the usual one have other splits"
+        decoder.forward(batches[3])
+        assert len(decoder._graphs) == graphs == recorder.cuda.CUDAGraph.call_count
+
+    def test_a_capture_that_fails_costs_the_graphs_only(
+        self, decoder: Decoder, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pieces = self.pieces(rng, [40, 7])
+        plain = decoder.forward(pieces).clone()
+        recorder = Recorder(decoder, monkeypatch)
+        recorder.cuda.graph.side_effect = RuntimeError("operation not permitted when stream is capturing")
+        assert torch.equal(decoder.forward(pieces), plain)
+        assert not decoder._graphs and not decoder._use_graphs
+        assert torch.equal(decoder.forward(pieces), plain)
+
+    def test_which_steps_it_takes(self, decoder: Decoder, rng: np.random.Generator) -> None:
+        one, prefill = self.pieces(rng, [10])[0], Piece(np.arange(3), np.arange(3), np.arange(3), True)
+        assert decoder.takes([one] * 5)
+        assert not decoder.takes([one] * 6), "more than the largest bucket"
+        assert not decoder.takes([one, prefill])
+        assert not decoder.takes([Piece(one.token_ids, one.positions, one.slots, False)])
+        assert not decoder.takes([Piece(one.token_ids, np.array([self.capacity]), one.slots, True)]), (
+            "beyond its buffer"
+        )
+
+
 class TestOnAGPU:
     pytestmark = needs_gpu
 
-    @pytest.fixture(scope="class")
-    def script(self) -> ModuleType:
-        spec = importlib.util.spec_from_file_location("kernel_engine", SCRIPT)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    @pytest.fixture(scope="class")
-    def model(self, folder: Path) -> MLAModel:
-        return load_model(folder, device="cuda", dtype=torch.bfloat16)
-
-    def test_the_same_as_torch(self, script: ModuleType, model: MLAModel) -> None:
+    def test_the_same_as_torch(self, script: ModuleType, gpu_model: MLAModel) -> None:
         check(
             {
-                "steps": script.steps(model),
-                "kernels": script.answers(model, True),
-                "torch": script.answers(model, False),
+                "steps": script.steps(gpu_model),
+                "kernels": script.answers(gpu_model, True),
+                "torch": script.answers(gpu_model, False),
             }
         )
 
-    def test_a_replayed_graph_gives_what_its_kernels_give(self, model: MLAModel) -> None:
+    def test_a_replayed_graph_gives_what_its_kernels_give(self, gpu_model: MLAModel) -> None:
         from irminsul_backend.engine.runner import ModelRunner
 
         rng = np.random.default_rng(1)
-        runner = ModelRunner(model, 1000, max_running=6)
+        runner = ModelRunner(gpu_model, 1000, max_running=6)
         runner.rows.normal_()
         runner.warm_up()
         decoder = runner._decoder
@@ -262,10 +374,10 @@ class TestOnAGPU:
             decoder._use_graphs, decoder._graphs = True, graphs
             assert torch.equal(replayed, eager)
 
-    def test_a_decode_step_waits_for_nothing(self, model: MLAModel) -> None:
+    def test_a_decode_step_waits_for_nothing(self, gpu_model: MLAModel) -> None:
         from irminsul_backend.engine.runner import ModelRunner
 
-        runner = ModelRunner(model, 1000, max_running=2)
+        runner = ModelRunner(gpu_model, 1000, max_running=2)
         runner.warm_up()
         piece = Piece(np.array([5], np.int32), np.array([9]), np.arange(10, dtype=np.int32), True)
         runner.forward([piece], np.zeros(1000, np.int32))

@@ -178,7 +178,7 @@ def _peers(
             distance = error(call(), exact)
             us = timer.median_us(call)
         except Exception as problem:  # a library of any version: what it raises must not end the run
-            report.skipped.append((what, f"{type(problem).__name__}: {str(problem).splitlines()[:1]}"))
+            report.skipped.append((what, f"{type(problem).__name__}: {str(problem)[:100]!r}"))
             continue
         if distance < 0.02:
             add(name, us, "no δ")
