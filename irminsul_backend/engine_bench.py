@@ -80,7 +80,8 @@ class RandomCheckpoint:
         if len(weight.shape) == 1:
             return torch.ones(weight.shape, device=self.device, dtype=torch.float32 if weight.float32 else self.dtype)
         fan_in = weight.shape[1] if name.endswith("w_uv") else weight.shape[-1]
-        std = 1.0 if name == "embedding" else fan_in**-0.5 * (0.3 if name.endswith((".o", ".down")) else 1.0)
+        adds = name.endswith(".o") or (".feed_forward." in name and name.endswith(".down"))
+        std = 1.0 if name == "embedding" else fan_in**-0.5 * (0.3 if adds else 1.0)
         out = torch.empty(weight.shape, device=self.device, dtype=torch.float32 if weight.float32 else self.dtype)
         return out.normal_(std=std, generator=self._generator)
 
