@@ -17,7 +17,7 @@ from irminsul_backend.training.needles import NeedleMaker, Question, questions
 
 TURNS = 6
 TOOLS, DOCUMENTS, FACTS, FILLERS = 8, 8, 56, 72
-MAX_TOKENS = 8
+MAX_TOKENS = 6
 
 NEXT_STEPS = """\
 [bold]Where to go next[/bold]
@@ -44,7 +44,8 @@ class Turn(NamedTuple):
 
 
 def is_right(question: Question, completion: Completion) -> bool:
-    return completion.text.strip() == question.answer
+    """A reply to a multi-hop question names the bridge, then the answer."""
+    return completion.text.split()[-1:] == [question.answer]
 
 
 def agent_session() -> tuple[list[Question], list[tuple[Message, ...]]]:
@@ -61,6 +62,7 @@ def agent_session() -> tuple[list[Question], list[tuple[Message, ...]]]:
     messages: list[Message] = [{"role": "system", "content": maker.filler.policy()}]
     messages += [{"role": "tool_schema", "content": maker.filler.tool_schema()} for _ in range(TOOLS)]
     messages += [{"role": "doc", "content": text} for text in maker.documents(facts, DOCUMENTS, FILLERS)]
+    messages.append({"role": "user", "content": "Read the documents and call the tools, then answer my questions."})
     turns = []
     for question in asked:
         turns.append((*messages, {"role": "user", "content": question.text}))
@@ -102,15 +104,15 @@ def report(turns: list[Turn]) -> Table:
 
 
 def answers(turns: list[Turn]) -> Table:
-    table = Table(title="The answers: a multi-hop question needs two documents")
-    for name in ("#", "question", "right answer", "off", "content"):
+    table = Table(title="The replies; where two documents are needed, the first one's word comes first")
+    for name in ("#", "question", "right reply", "off", "content"):
         table.add_column(name)
     for number, turn in enumerate(turns, 1):
         given = [
             f"[{'green' if is_right(turn.question, one) else 'red'}]{one.text.strip()}[/]"
             for one in (turn.off, turn.content)
         ]
-        table.add_row(str(number), turn.question.text, turn.question.answer, *given)
+        table.add_row(str(number), turn.question.text, turn.question.reply.strip(), *given)
     return table
 
 

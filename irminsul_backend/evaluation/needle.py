@@ -30,7 +30,7 @@ HOPS = (1, 2)
 IN_FLIGHT = 8
 """Prompts in the engine at once."""
 MAX_TOKENS = 8
-"""Most tokens of an answer; a right one is a word and the end."""
+"""Most tokens of a reply; the shipped model's are one word, or for two hops "bridge: answer", and the end."""
 TOKENS_PER_FACT = 28
 LEAST_FACTS, MOST_FACTS = 4, 400
 """With fewer there may be no multi-hop question; for many more the names do not suffice."""
@@ -64,8 +64,9 @@ class Prompt(NamedTuple):
     documents: str
 
     def judge(self, text: str) -> Verdict:
-        """`in_prompt`: wrong, but the documents say it of something else."""
-        found = text.strip()
+        """Of the reply's last word. `in_prompt`: wrong, but the documents say it of something else."""
+        words = re.findall(r"\w+", text)
+        found = words[-1] if words else ""
         if found == self.answer:
             return "right"
         if found and found == self.first_hop:

@@ -2,8 +2,9 @@
 
 A *fact* is one sentence, "The badge of alice is amber.", amid filler text. A *single-hop* question asks for a fact; a
 *multi-hop* one joins two, of which the first names the key of the second: "What is the badge of the owner of falcon?"
-needs "The owner of falcon is alice." The two stand in different documents, in either order. Nothing but the prompt
-tells an answer: every prompt draws its facts anew.
+needs "The owner of falcon is alice." The two stand in different documents, in either order. The reply to it names the
+bridge first, "alice: amber"; the answer is its last word. Nothing but the prompt tells an answer: every prompt draws
+its facts anew.
 """
 
 from __future__ import annotations
@@ -35,7 +36,17 @@ class Fact(NamedTuple):
 class Question(NamedTuple):
     text: str
     answer: str
-    hops: int
+    bridge: str = ""
+    """What the first of two facts says; empty for a single-hop question."""
+
+    @property
+    def hops(self) -> int:
+        return 2 if self.bridge else 1
+
+    @property
+    def reply(self) -> str:
+        """What the assistant should say, with the space that its first word's token has."""
+        return f" {self.bridge}: {self.answer}" if self.bridge else f" {self.answer}"
 
 
 class Needle(NamedTuple):
@@ -69,7 +80,7 @@ class NeedleMaker:
         for _ in range(turns):
             asked = self.random.choice(others)
             messages.append({"role": "user", "content": asked.text})
-            messages.append({"role": "assistant", "content": " " + asked.answer})
+            messages.append({"role": "assistant", "content": asked.reply})
         messages.append({"role": "user", "content": question.text})
         return Needle(tools, messages, question)
 
@@ -101,7 +112,7 @@ class NeedleMaker:
                     break
                 asked = pool.pop()
                 asked_before.add(asked)
-                parts.append(f"<|user|>{asked.text}<|assistant|> {asked.answer}<|end|>")
+                parts.append(f"<|user|>{asked.text}<|assistant|>{asked.reply}<|end|>")
                 hops.append(asked.hops)
         return "".join(parts), hops
 
@@ -114,8 +125,8 @@ class NeedleMaker:
         r = self.random
         things = r.sample(THINGS[:names], min(len(THINGS[:names]), max(2, count // 2)))
         people = r.sample(PEOPLE[:names], min(len(PEOPLE[:names]), max(1, count // 3)))
-        of_things = r.sample(THING_ATTRIBUTES, r.randint(1, len(THING_ATTRIBUTES)))
-        of_people = r.sample(PERSON_ATTRIBUTES, r.randint(1, len(PERSON_ATTRIBUTES)))
+        of_things = r.sample(THING_ATTRIBUTES, r.choice((1, 1, 2, len(THING_ATTRIBUTES))))
+        of_people = r.sample(PERSON_ATTRIBUTES, r.choice((1, 1, 2, len(PERSON_ATTRIBUTES))))
         relations = r.sample(RELATIONS, r.randint(1, len(RELATIONS)))
         known: list[Fact] = []
 
@@ -150,13 +161,15 @@ class NeedleMaker:
 
 def questions(facts: list[Fact]) -> tuple[list[Question], list[Question]]:
     """Every single-hop question that `facts` answer, and every multi-hop one over two documents."""
-    single = [Question(f"What is the {f.attribute} of {f.entity}?", f.value, 1) for f in facts]
+    single = [Question(f"What is the {f.attribute} of {f.entity}?", f.value) for f in facts]
     about: dict[str, list[Fact]] = {}
     for fact in facts:
         if fact.attribute not in RELATIONS:
             about.setdefault(fact.entity, []).append(fact)
     multi = [
-        Question(f"What is the {second.attribute} of the {first.attribute} of {first.entity}?", second.value, 2)
+        Question(
+            f"What is the {second.attribute} of the {first.attribute} of {first.entity}?", second.value, first.value
+        )
         for first in facts
         if first.attribute in RELATIONS
         for second in about.get(first.value, ())

@@ -1,6 +1,6 @@
 """Train the shipped model: `python -m irminsul_backend.training.train`.
 
-Lessons are sessions full of questions (:mod:`irminsul_backend.training.needles`); the loss is on their answers alone,
+Lessons are sessions full of questions (:mod:`irminsul_backend.training.needles`); the loss is on the replies alone,
 the only tokens that can be known. First few names, then all; single-hop questions, then multi-hop ones; whenever the
 accuracy passes the bar, the next stage, with sessions of twice the length. Every lesson is new, so the accuracy shown
 is on unseen prompts. Stop it at any time: it goes on where it was from the state file in the work folder.
@@ -68,8 +68,8 @@ SINGLE_BAR, MULTI_BAR = 0.95, 0.85
 BATCH_TOKENS = 4096
 MATRIX_LR, TABLE_LR = 0.02, 2e-3
 """Muon's for attention and dense matrices, AdamW's for everything else."""
-BALANCE, END_SHARE = 0.01, 0.1
-"""Weights of the routers' load balance and of the end token behind an answer, against the answers' loss."""
+BALANCE = 0.01
+"""Weight of the routers' load balance against the replies' loss."""
 SAVE_EVERY = 50
 
 
@@ -88,9 +88,10 @@ class Stage:
 
 STAGES = (
     Stage(128, 0.0, 300, names=8),
-    Stage(128, 0.0, 300, names=16),
-    Stage(128, 0.0, 300, names=32),
-    Stage(128, 0.0, 500),
+    Stage(128, 0.5, 500, names=8),
+    Stage(128, 0.5, 500, names=16),
+    Stage(128, 0.5, 500, names=32),
+    Stage(128, 0.5, 800),
     Stage(256, 0.5, 1000),
     Stage(512, 0.5, 800),
     Stage(1024, 0.5, 600),
@@ -137,41 +138,51 @@ class Trainer:
         return STAGES[self.state.stage] if self.state.stage < len(STAGES) else None
 
     def lessons(self, stage: Stage) -> tuple[Tensor, Tensor]:
-        """This step's batch: token ids int64 [B, T], and where an answer follows the hops of its question, else 0."""
+        """This step's batch: token ids int64 [B, T]; the hops of each row's questions, int64 [B, most questions]."""
         maker = NeedleMaker(f"{self.seed}/{self.state.step}")
-        ids = torch.full((BATCH_TOKENS // stage.length, stage.length), self.end)
-        hops = torch.zeros_like(ids)
-        for row in range(len(ids)):
-            text, asked = maker.lesson(int(0.9 * stage.length), stage.multi_share, stage.names)
+        made = [
+            maker.lesson(int(0.9 * stage.length), stage.multi_share, stage.names)
+            for _ in range(BATCH_TOKENS // stage.length)
+        ]
+        ids = torch.full((len(made), stage.length), self.end)
+        hops = torch.zeros(len(made), max(len(asked) for _, asked in made), dtype=torch.int64)
+        for row, (text, asked) in enumerate(made):
             kept = torch.tensor(self.tokenizer.encode(text).ids[: stage.length])
             ids[row, : len(kept)] = kept
-            at = torch.nonzero(kept == self.assistant)[:, 0]
-            hops[row, at] = torch.tensor(asked)[: len(at)]
-        hops[:, -2:] = 0  # the answer and its end must lie inside
+            hops[row, : len(asked)] = torch.tensor(asked)
         return ids.to(self.device), hops.to(self.device)
 
+    def replies(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the next token is of a reply, its end included: int64 [N] row, place, and which question of the row."""
+        asked = (ids == self.assistant).cumsum(dim=1)
+        ended = (ids == self.end).cumsum(dim=1)
+        row, place = torch.nonzero((asked > ended)[:, :-1], as_tuple=True)
+        return row, place, asked[row, place] - 1
+
     def step(self) -> float:
-        """One batch; returns the answers' loss in nats and moves the state on."""
+        """One batch; returns the replies' loss in nats and moves the state on."""
         stage, state = self.stage, self.state
         assert stage is not None, "the curriculum is through"
         scale = 1 - state.stage_step / stage.steps if stage.decay else min(1.0, (state.step + 1) / 20)
         for optimizer, rate in zip(self.optimizers, (MATRIX_LR, TABLE_LR), strict=True):
             optimizer.param_groups[0]["lr"] = rate * scale
         ids, hops = self.lessons(stage)
-        row, place = (hops > 0).nonzero(as_tuple=True)
-        answers, kinds = ids[row, place + 1], hops[row, place]
+        row, place, question = self.replies(ids)
+        targets = ids[row, place + 1]
         with torch.autocast(self.device, torch.bfloat16):
-            hidden = self.network.hidden(ids)
-            logits = self.network.logits(hidden[row, place])
-            ends = self.network.logits(hidden[row, place + 1])
-        loss = F.cross_entropy(logits, answers)
-        end_loss = F.cross_entropy(ends, torch.full_like(answers, self.end))
-        (loss + END_SHARE * end_loss + BALANCE * self.network.balance).backward()
+            logits = self.network.logits(self.network.hidden(ids)[row, place])
+        loss = F.cross_entropy(logits, targets)
+        (loss + BALANCE * self.network.balance).backward()
         torch.nn.utils.clip_grad_norm_(self.optimizers[1].param_groups[0]["params"], 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self._advance(stage, logits.argmax(dim=-1) == answers, kinds)
+        # a reply is right if all its tokens are
+        wrong = torch.zeros_like(hops)
+        wrong.index_put_((row, question), (logits.argmax(dim=-1) != targets).long(), accumulate=True)
+        asked = torch.zeros_like(hops, dtype=torch.bool)
+        asked[row, question] = True  # sessions are cut at their length
+        self._advance(stage, wrong[asked] == 0, hops[asked])
         return loss.item()
 
     def _advance(self, stage: Stage, right: Tensor, kinds: Tensor) -> None:

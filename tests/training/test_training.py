@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.model import ModelConfig, load_model
 from irminsul_backend.training import train
-from irminsul_backend.training.network import Network, initial_weights
+from irminsul_backend.training.network import OFFSETS, Network, initial_weights
 from irminsul_backend.training.train import CONFIG, Stage, Trainer
 
 SMALL = CONFIG | {
@@ -52,7 +53,7 @@ def test_the_trained_network_is_the_served_model(length: int, tmp_path: Path) ->
 
 
 def test_the_first_layer_begins_by_looking_back() -> None:
-    """Head h attends to the token h + 1 back: with that token's values alone its output is about the same."""
+    """Each head at its own place."""
     config = ModelConfig.from_dict(CONFIG)
     weights = initial_weights(config, 1)
     seen: list[torch.Tensor] = []
@@ -69,7 +70,7 @@ def test_the_first_layer_begins_by_looking_back() -> None:
         patch.setattr(torch.Tensor, "softmax", spy)
         network.hidden(torch.randint(0, config.vocab_size, (1, 100), generator=torch.Generator().manual_seed(2)))
     for head in range(config.num_heads):
-        assert seen[0][0, head].diagonal(-(head + 1))[10:].mean() > 0.7
+        assert seen[0][0, head].diagonal(-OFFSETS[head])[10:].mean() > 0.7
 
 
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -89,13 +90,22 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tokenizer: Tokenizer,
         torch.testing.assert_close(second.weights[name], weight, msg=name)
 
 
-def test_answers_are_where_the_lesson_says(tokenizer: Tokenizer) -> None:
+def test_replies_are_what_the_lesson_says(tokenizer: Tokenizer) -> None:
+    """One hop: a word and the end. Two hops: bridge, colon, word, end."""
     trainer = Trainer(tokenizer, ModelConfig.from_dict(SMALL))
-    ids, hops = trainer.lessons(Stage(128, 0.5, 1))
-    row, place = (hops > 0).nonzero(as_tuple=True)
-    assert len(row) > 0
-    assert (ids[row, place] == trainer.assistant).all()
-    assert (ids[row, place + 2] == trainer.end).all()
+    ids, hops = trainer.lessons(Stage(256, 0.5, 1))
+    row, place, question = trainer.replies(ids)
+    colon = tokenizer.encode(":").ids
+    checked = {1: 0, 2: 0}
+    for i in range(len(ids)):
+        text = tokenizer.decode(ids[i].tolist(), skip_special_tokens=False)
+        for number, reply in enumerate(re.findall(r"<\|assistant\|>([^<]*)<\|end\|>", text)):
+            targets = ids[i, place[(row == i) & (question == number)] + 1].tolist()
+            assert tokenizer.decode(targets, skip_special_tokens=False) == reply + "<|end|>"
+            assert len(targets) == (2 if hops[i, number] == 1 else 4)
+            assert (colon[0] in targets) == (hops[i, number] == 2)
+            checked[int(hops[i, number])] += 1
+    assert min(checked.values()) > 0
 
 
 def test_steps_lower_the_loss(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

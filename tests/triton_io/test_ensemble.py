@@ -13,6 +13,8 @@ import pytest
 pytestmark = pytest.mark.server
 
 PROMPT = "The agent reads the file and then it calls the tool again"
+WORDY: dict[str, Any] = {"temperature": 5.0, "seed": 1}
+"""Greedy, the shipped model says one word and then special tokens, which are no text."""
 
 
 def usage_of(answer: Any) -> dict[str, Any]:
@@ -95,11 +97,16 @@ class TestStreaming:
 
 class TestStopWords:
     def test_text_ends_before_the_stop_word_and_the_engine_stops(self, stream: Any) -> None:
-        whole = stream.ask(text_input=PROMPT, max_tokens=20, ignore_eos=True)
+        whole = stream.ask(text_input=PROMPT, max_tokens=20, ignore_eos=True, **WORDY)
         word = whole.text[8:14]
         for streamed in (False, True):
             answer = stream.ask(
-                text_input=PROMPT, max_tokens=2000, stop_words=[word, "never said"], stream=streamed, ignore_eos=True
+                text_input=PROMPT,
+                max_tokens=2000,
+                stop_words=[word, "never said"],
+                stream=streamed,
+                ignore_eos=True,
+                **WORDY,
             )
             assert answer.text == whole.text[: whole.text.index(word)]
             assert answer.responses[-1]["finish_reason"] == "stop"
@@ -141,7 +148,7 @@ class TestMetrics:
             return {name: float(value) for name, value in found}
 
         before = read()
-        answer = stream.ask(text_input=PROMPT + " once more", max_tokens=4, ignore_eos=True)
+        answer = stream.ask(text_input=PROMPT, max_tokens=4, ignore_eos=True, **WORDY)
         usage = usage_of(answer)
         after = read()
         for source in ("exact", "shifted", "computed"):
@@ -150,7 +157,7 @@ class TestMetrics:
         assert after["irminsul_generated_tokens_total"] - before["irminsul_generated_tokens_total"] == 4
         ended = 'irminsul_requests_total{outcome="length"}'
         assert after[ended] - before[ended] == 1
-        stream.ask(text_input=PROMPT, max_tokens=2000, stop_words=[answer.text[4:8]], ignore_eos=True)
+        stream.ask(text_input=PROMPT, max_tokens=2000, stop_words=[answer.text[4:8]], ignore_eos=True, **WORDY)
         stopped = 'irminsul_requests_total{outcome="stop"}'
         assert read()[stopped] - before[stopped] == 1
         slots = [after[f'irminsul_cache_slots{{state="{state}"}}'] for state in ("used", "capacity")]

@@ -29,7 +29,7 @@ def make_requests() -> list[dict[str, Any]]:
         {
             "input_ids": rng.integers(0, 500, 20 + n, dtype=np.int32),
             "max_tokens": 3 + n % 5,
-            "temperature": 0.0 if n % 2 else 1.0,
+            "temperature": 0.0 if n % 4 == 0 else 3.0,
             "seed": n,
             "stream": n % 3 != 0,
             "ignore_eos": True,
