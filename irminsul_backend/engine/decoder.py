@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from irminsul_kernels.decode import decode_attention, plan_splits, tuning, workspace_size
+from irminsul_kernels.decode import decode_attention, plan_splits, supports, tuning, workspace_size
 from torch import Tensor
 
 from irminsul_backend.engine.batch import DecodeBuffer, Piece, batch_buckets, bucket_of, pinned
@@ -25,12 +25,7 @@ LEAST_KEYS = 512
 
 def decodes(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether the decode kernel has a configuration for the model."""
-    return (
-        dtype in (torch.bfloat16, torch.float16)
-        and config.num_heads <= 128
-        and config.kv_lora_rank in (16, 32, 64, 128, 256, 512)
-        and config.qk_rope_head_dim in (32, 64, 128)
-    )
+    return supports(config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim, dtype)
 
 
 class _DecodeContext:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
 
 
+@lru_cache
 def architecture(device: torch.device | str) -> int:
     """Compute capability, 90 for 9.0; the interpreter plays an H200."""
     if torch.device(device).type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of the device; the interpreter plays an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def next_power_of_two(n: int) -> int:

@@ -80,3 +80,23 @@ def cos_sin_of(delta, turns, interpret: tl.constexpr):
         cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=r,r", [angle], tl.float32, True, 1)
         sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=r,r", [angle], tl.float32, True, 1)
     return cos, sin
+
+
+@triton.jit
+def bits_of(x, dtype: tl.constexpr, interpret: tl.constexpr):
+    """The 16 bits of x, which `rounded` made, as int32; the upper half may be anything."""
+    if interpret:
+        if dtype == tl.bfloat16:
+            return x.to(tl.int32, bitcast=True) >> 16
+        x = x.to(dtype)
+    return x.to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def from_bits(x, dtype: tl.constexpr, interpret: tl.constexpr):
+    """What `bits_of` was made from; x is int32 and its upper half may be anything."""
+    if interpret:
+        if dtype == tl.bfloat16:
+            return (x << 16).to(tl.float32, bitcast=True)
+        return x.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return x.to(tl.int16).to(dtype, bitcast=True)

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from irminsul_kernels.aot import KernelConfig
+from irminsul_kernels.checks import check_tensors, sizes
 from irminsul_kernels.device import architecture, next_power_of_two
 from irminsul_kernels.device_math import (
     INTERPRET,
@@ -115,10 +116,31 @@ def expanded(
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit.
     """
-    tokens, heads, nope_dim = q_nope.shape
-    rank, value_dim, rope_dim = w_uk.shape[2], w_uv.shape[2], q_rope.shape[2]
+    tokens, heads, nope_dim = sizes("q_nope", q_nope, "tokens", "heads", "nope_dim")
+    _, _, rope_dim = sizes("q_rope", q_rope, "tokens", "heads", "rope_dim")
+    _, rank, value_dim = sizes("w_uv", w_uv, "heads", "rank", "value_dim")
+    capacity, _ = sizes("rows", rows, "capacity", "rank + rope_dim")
     out = q_nope.new_empty(tokens, heads, value_dim) if out is None else out
-    _check(q_nope, q_rope, rows, slots, q_positions, base, turns, w_uk, w_uv, plan, out)
+    for name, size in (("nope_dim", nope_dim), ("rope_dim", rope_dim), ("value_dim", value_dim), ("rank", rank)):
+        if size % 16:
+            raise ValueError(f"{name} is {size}; it must be a multiple of 16")
+    check_tensors(
+        rows.device,
+        ("q_nope", q_nope, tuple(TYPE_NAMES), (tokens, heads, nope_dim)),
+        ("q_rope", q_rope, q_nope.dtype, (tokens, heads, rope_dim)),
+        ("rows", rows, q_nope.dtype, (capacity, rank + rope_dim)),
+        ("slots", slots, torch.int32, (slots.numel(),)),
+        ("q_positions", q_positions, torch.int32, (tokens,)),
+        ("base", base, torch.int32, (capacity,)),
+        ("turns", turns, torch.int64, (rope_dim // 2,)),
+        ("w_uk", w_uk, q_nope.dtype, (heads, nope_dim, rank)),
+        ("w_uv", w_uv, q_nope.dtype, (heads, rank, value_dim)),
+        ("out", out, (torch.float32, q_nope.dtype), (tokens, heads, value_dim)),
+    )
+    if plan.num_queries != tokens:
+        raise ValueError(f"the plan is for {plan.num_queries} queries, q_nope has {tokens}")
+    if not use_kernel(rows):
+        raise ValueError(f"rows are on {rows.device}; there mla_attention or expanded_reference computes this")
     if not plan.chunks:
         return out
     most = max(chunk.keys for chunk in plan.chunks)
@@ -151,51 +173,6 @@ def expanded(
         for first, count in plan.spans:
             out[first : first + count] = sums[first : first + count]
     return out
-
-
-def _check(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    q_positions: Tensor,
-    base: Tensor,
-    turns: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    plan: ExpandedPlan,
-    out: Tensor,
-) -> None:
-    tokens, heads, nope_dim = q_nope.shape
-    rank, value_dim, rope_dim = w_uk.shape[-1], w_uv.shape[-1], q_rope.shape[-1]
-    dtype = q_nope.dtype
-    if dtype not in TYPE_NAMES:
-        raise ValueError(f"q_nope is {dtype}; it must be bfloat16, float16 or float32")
-    for name, size in (("nope_dim", nope_dim), ("rope_dim", rope_dim), ("value_dim", value_dim), ("rank", rank)):
-        if size % 16:
-            raise ValueError(f"{name} is {size}; it must be a multiple of 16")
-    for name, table, wanted, shape in (
-        ("q_nope", q_nope, dtype, (tokens, heads, nope_dim)),
-        ("q_rope", q_rope, dtype, (tokens, heads, rope_dim)),
-        ("rows", rows, dtype, (len(base), rank + rope_dim)),
-        ("slots", slots, torch.int32, (len(slots),)),
-        ("q_positions", q_positions, torch.int32, (tokens,)),
-        ("base", base, torch.int32, (len(rows),)),
-        ("turns", turns, torch.int64, (rope_dim // 2,)),
-        ("w_uk", w_uk, dtype, (heads, nope_dim, rank)),
-        ("w_uv", w_uv, dtype, (heads, rank, value_dim)),
-        ("out", out, torch.float32 if out.dtype == torch.float32 else dtype, (tokens, heads, value_dim)),
-    ):
-        if table.dtype != wanted or table.shape != shape:
-            raise ValueError(f"{name} is {table.dtype} {tuple(table.shape)}; it must be {wanted} {shape}")
-        if not table.is_contiguous():
-            raise ValueError(f"{name} has strides {table.stride()}; make it contiguous")
-        if table.device != rows.device:
-            raise ValueError(f"{name} is on {table.device}, rows on {rows.device}; all must be on one device")
-    if plan.num_queries != tokens:
-        raise ValueError(f"the plan is for {plan.num_queries} queries, q_nope has {tokens}")
-    if not use_kernel(rows):
-        raise ValueError(f"rows are on {rows.device}; there mla_attention or expanded_reference computes this")
 
 
 def _tuning(arch: int) -> tuple[int, int, int]:

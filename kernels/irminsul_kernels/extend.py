@@ -35,11 +35,11 @@ import triton.language as tl
 from torch import Tensor
 
 from irminsul_kernels.aot import KernelConfig
+from irminsul_kernels.checks import check_tensors, sizes
 from irminsul_kernels.device import architecture, next_power_of_two
 from irminsul_kernels.device_math import (
     INTERPRET,
     LOG2_E,
-    TYPE_NAMES,
     cos_sin_of,
     half_precision,
     load_rows,
@@ -116,15 +116,35 @@ def extend(
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit.
     """
-    _, heads, rank = q_latent.shape
+    tokens, heads, rank = sizes("q_latent", q_latent, "tokens", "heads", "rank")
+    _, _, rope_dim = sizes("q_rope", q_rope, "tokens", "heads", "rope_dim")
+    capacity, _ = sizes("rows", rows, "capacity", "rank + rope_dim")
     out = torch.empty_like(q_latent) if out is None else out
-    _check(q_latent, q_rope, rows, slots, q_positions, base, turns, plan, out)
+    if rank % 16 or rope_dim % 16:
+        raise ValueError(f"rows of {rank} + {rope_dim}: both parts must be multiples of 16")
+    check_tensors(
+        rows.device,
+        ("q_latent", q_latent, (torch.bfloat16, torch.float16), (tokens, heads, rank)),
+        ("q_rope", q_rope, q_latent.dtype, (tokens, heads, rope_dim)),
+        ("rows", rows, q_latent.dtype, (capacity, rank + rope_dim)),
+        ("slots", slots, torch.int32, (slots.numel(),)),
+        ("q_positions", q_positions, torch.int32, (tokens,)),
+        ("base", base, torch.int32, (capacity,)),
+        ("turns", turns, torch.int64, (rope_dim // 2,)),
+        ("out", out, (torch.float32, q_latent.dtype), (tokens, heads, rank)),
+    )
+    if plan.heads != heads or plan.num_queries != tokens:
+        raise ValueError(
+            f"the plan is for {plan.num_queries} queries of {plan.heads} heads, q_latent has {tokens} of {heads}"
+        )
+    if not use_kernel(rows):
+        raise ValueError(f"rows are on {rows.device}; there mla_attention or extend_reference computes this")
     if not len(plan.pieces):
         return out
     tuning = _tuning(plan.pairs, architecture(rows.device))
     shapes = _shapes(heads, rank, tuning)
     head_tiles = triton.cdiv(heads, shapes["BLOCK_HEADS"])
-    half = q_rope.shape[2] // 2
+    half = rope_dim // 2
     partial = torch.empty(plan.num_partials, head_tiles, plan.pairs, rank, dtype=torch.float32, device=rows.device)
     lse = torch.empty(plan.num_partials, head_tiles, plan.pairs, dtype=torch.float32, device=rows.device)
     extend_kernel[(2 * head_tiles, len(plan.pieces))](
@@ -137,50 +157,6 @@ def extend(
             plan.merges, partial, lse, out, PART_PAIRS=MERGE_PAIRS, INTERPRET=INTERPRET, num_warps=4, **shapes
         )
     return out
-
-
-def _check(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    q_positions: Tensor,
-    base: Tensor,
-    turns: Tensor,
-    plan: ExtendPlan,
-    out: Tensor,
-) -> None:
-    tokens, heads, rank = q_latent.shape
-    rope = q_rope.shape[-1]
-    if q_latent.dtype not in TYPE_NAMES or q_rope.dtype != q_latent.dtype or rows.dtype != q_latent.dtype:
-        raise ValueError(
-            f"q_latent is {q_latent.dtype}, q_rope {q_rope.dtype}, rows {rows.dtype}; all must be one of "
-            "bfloat16, float16, float32"
-        )
-    if rank % 16 or rope % 16:
-        raise ValueError(f"rows of {rank} + {rope}: both parts must be multiples of 16")
-    for name, table, dtype, shape in (
-        ("q_rope", q_rope, q_latent.dtype, (tokens, heads, rope)),
-        ("rows", rows, q_latent.dtype, (len(base), rank + rope)),
-        ("slots", slots, torch.int32, (len(slots),)),
-        ("q_positions", q_positions, torch.int32, (tokens,)),
-        ("base", base, torch.int32, (len(rows),)),
-        ("turns", turns, torch.int64, (rope // 2,)),
-        ("out", out, torch.float32 if out.dtype == torch.float32 else q_latent.dtype, (tokens, heads, rank)),
-        ("q_latent", q_latent, q_latent.dtype, (tokens, heads, rank)),
-    ):
-        if table.dtype != dtype or table.shape != shape:
-            raise ValueError(f"{name} is {table.dtype} {tuple(table.shape)}; it must be {dtype} {shape}")
-        if not table.is_contiguous():
-            raise ValueError(f"{name} has strides {table.stride()}; make it contiguous")
-        if table.device != rows.device:
-            raise ValueError(f"{name} is on {table.device}, rows on {rows.device}; all must be on one device")
-    if plan.heads != heads or plan.num_queries != tokens:
-        raise ValueError(
-            f"the plan is for {plan.num_queries} queries of {plan.heads} heads, q_latent has {tokens} of {heads}"
-        )
-    if not use_kernel(rows):
-        raise ValueError(f"rows are on {rows.device}; there mla_attention or extend_reference computes this")
 
 
 class _Tuning(NamedTuple):

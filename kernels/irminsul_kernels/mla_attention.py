@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from irminsul_kernels.device import multiprocessors
 from irminsul_kernels.flat_layout import FlatLayout, build_flat_layout
 from irminsul_kernels.rotation import cos_sin, rotate
 
@@ -235,7 +236,7 @@ def _by_kernels(
     scale: float,
     threshold: int,
 ) -> Tensor:
-    from irminsul_kernels.decode import decode_attention
+    from irminsul_kernels.decode import decode_attention, supports
     from irminsul_kernels.expanded import expanded
     from irminsul_kernels.extend import extend
     from irminsul_kernels.plans import chunk_keys
@@ -250,8 +251,8 @@ def _by_kernels(
         heads,
         threshold,
         chunk_keys(heads, nope_dim, value_dim),
-        rank in (16, 32, 64, 128, 256, 512) and rope_dim in (32, 64, 128),
-        lambda: torch.cuda.get_device_properties(rows.device).multi_processor_count if rows.is_cuda else 132,
+        supports(heads, rank, rope_dim, q_nope.dtype),
+        lambda: multiprocessors(rows.device),
     )
     q_nope, q_rope = q_nope.contiguous(), q_rope.contiguous()
     out = q_nope.new_empty(tokens, heads, value_dim)

@@ -1,14 +1,15 @@
-"""Which program of extend and expanded does what, decided on the host once a forward pass.
+"""Which program does what, decided on the host once a forward pass.
 
-Queries of a sequence are put into tiles from the last one backwards: every query of a tile is multiplied with the keys
-of its last one, and so the sum of these walks is the least. Long walks start first: the last programs to start are
-short.
+Decode: into how many splits a sequence is cut. Extend and expanded: queries of a sequence are put into tiles from the
+last one backwards, because every query of a tile is multiplied with the keys of its last one; so the sum of these walks
+is the least. Long walks start first: the last programs to start are short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from irminsul_kernels.device import architecture, next_power_of_two, upload
 
+MAX_SPLITS = 128
+MIN_TILES = 4
+"""Tiles of rows that a split of decode is worth at least."""
 MAX_HEADS = 64
 """Heads of a tile; more take several tiles."""
 MIN_PIECE = 256
@@ -192,3 +196,35 @@ def plan_expanded(
             )
         )
     return ExpandedPlan(num_queries, [(first, len(p)) for first, _, p in sequences], chunks)
+
+
+class DecodeTuning(NamedTuple):
+    """How the decode kernel is launched for one shape."""
+
+    block_h: int
+    """Heads a block handles; fewer heads are padded."""
+    block_n: int
+    """Rows a tile."""
+    num_warps: int
+    num_stages: int
+
+
+def plan_splits(batch: int, heads: int, max_length: int, num_sms: int, tune: DecodeTuning) -> int:
+    """Splits of a sequence for which the last wave of blocks is fullest, counting each split's start as two tiles.
+
+    Args:
+        max_length: longest sequence of the batch (or of the bucket that a CUDA graph serves).
+        num_sms: multiprocessors; one block runs on each.
+    """
+    blocks = max(1, batch) * -(-heads // tune.block_h)
+    tiles = max(1, -(-max_length // tune.block_n))
+
+    def time(splits: int) -> int:
+        return -(-blocks * splits // num_sms) * (-(-tiles // splits) + 2)
+
+    return min(range(1, min(MAX_SPLITS, max(1, tiles // MIN_TILES)) + 1), key=time)
+
+
+def workspace_size(batch: int, heads: int, rank: int, num_splits: int) -> int:
+    """float32 numbers that :func:`decode_attention` needs as `workspace`; none with one split."""
+    return num_splits * batch * heads * (rank + 1) if num_splits > 1 else 0

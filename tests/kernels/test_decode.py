@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 import torch
 from irminsul_kernels import turns_per_position
-from irminsul_kernels.decode import (
-    check_slots,
-    decode_attention,
-    decode_reference,
-    plan_splits,
-    tuning,
-    workspace_size,
-)
+from irminsul_kernels.checks import check_slots
+from irminsul_kernels.decode import decode_attention, decode_reference, supports, tuning
+from irminsul_kernels.plans import plan_splits, workspace_size
 
 NAN = float("nan")
 
@@ -267,21 +262,28 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "change, message",
         [
-            (dict(slots=torch.zeros(34, dtype=torch.int64)), "slots is torch.int64; allowed: torch.int32"),
+            (
+                dict(slots=torch.zeros(34, dtype=torch.int64)),
+                r"slots is torch.int64 \(34,\); it must be torch.int32 \(34,\)",
+            ),
             (
                 dict(kv_indptr=torch.zeros(2, dtype=torch.int32)),
-                r"kv_indptr is \(2,\), the other arguments ask for \(3,\)",
+                r"kv_indptr is torch.int32 \(2,\); it must be torch.int32 \(3,\)",
             ),
-            (dict(base=torch.zeros(5, dtype=torch.int32)), r"base is \(5,\)"),
-            (dict(turns=torch.zeros(16)), "turns is torch.float32; allowed: torch.int64"),
-            (dict(rows=torch.zeros(84, 96)), "rows is torch.float32; allowed: torch.bfloat16"),
+            (dict(base=torch.zeros(5, dtype=torch.int32)), r"base is torch.int32 \(5,\)"),
+            (dict(turns=torch.zeros(16)), r"turns is torch.float32 \(16,\); it must be torch.int64"),
+            (dict(rows=torch.zeros(84, 96)), r"rows is torch.float32 \(84, 96\); it must be torch.bfloat16"),
             (dict(rows=torch.zeros(96, 84, dtype=torch.bfloat16).T), r"rows has strides \(1, 84\); make it contiguous"),
             (dict(base=torch.zeros(84, dtype=torch.int32, device="meta")), "base is on meta, rows on cpu"),
+            (dict(q_latent=torch.zeros(2, 240)), r"q_latent is \(2, 240\); it must be \[batch, heads, rank\]"),
             (dict(max_length=-1), "max_length is -1"),
             (dict(num_splits=0), "num_splits is 0; 1 to 128"),
             (dict(num_splits=2, workspace=torch.zeros(9)), "workspace holds 9 numbers; 2 splits need 1040"),
             (dict(workspace=torch.zeros(9)), "workspace without num_splits"),
-            (dict(q_latent=torch.zeros(2, 4, 60, dtype=torch.bfloat16)), r"rows is \(84, 96\)"),
+            (
+                dict(q_latent=torch.zeros(2, 4, 60, dtype=torch.bfloat16)),
+                r"rows is torch.bfloat16 \(84, 96\); it must be torch.bfloat16 \(84, 92\)",
+            ),
         ],
     )
     def test_named_before_launch(self, change: dict[str, Any], message: str) -> None:
@@ -289,10 +291,16 @@ class TestBadInput:
             decode_attention(**(Scene([30, 4], "runs").arguments() | change))
 
     def test_shapes_without_configuration(self) -> None:
-        with pytest.raises(ValueError, match="129 heads; 1 to 128"):
+        with pytest.raises(ValueError, match=r"129 heads and rows .* have no configuration: 1 to 128 heads"):
             decode_attention(**Scene([3], "runs", heads=129).arguments())
         with pytest.raises(ValueError, match=r"rows of 48 \+ 32 have no configuration"):
             decode_attention(**Scene([3], "runs", rank=48).arguments())
+
+    def test_supports_says_the_same(self) -> None:
+        assert supports(128, 512, 64, torch.bfloat16) and supports(1, 16, 32, torch.float16)
+        for shape in ((129, 512, 64), (0, 512, 64), (16, 48, 64), (16, 1024, 64), (16, 512, 48)):
+            assert not supports(*shape, torch.bfloat16), shape
+        assert not supports(16, 512, 64, torch.float32)
 
     def test_contents_are_looked_at_on_request(self) -> None:
         slots, indptr = torch.arange(10, dtype=torch.int32), torch.tensor([0, 4, 10], dtype=torch.int32)

@@ -150,7 +150,7 @@ class TestPlan:
     [
         (dict(slots=torch.zeros(10, dtype=torch.int64)), "slots is torch.int64"),
         (dict(q_positions=torch.zeros(3, dtype=torch.int32)), r"q_positions is torch.int32 \(3,\)"),
-        (dict(rows=torch.zeros(CAPACITY, 64)), "rows torch.float32"),
+        (dict(rows=torch.zeros(CAPACITY, 64)), "rows is torch.float32"),
         (dict(rows=torch.zeros(CAPACITY, 48).bfloat16()), r"rows is torch.bfloat16 \(2048, 48\)"),
         (dict(q_latent=torch.zeros(2, 4, 64).bfloat16()[:, :, ::2]), "q_latent has strides"),
         (dict(turns=torch.zeros(8, dtype=torch.int64)), r"turns is torch.int64 \(8,\)"),
