@@ -10,6 +10,7 @@ from irminsul_client import Client, Completion, Usage
 from irminsul_client.scenarios import apply_scenario
 from irminsul_client.traces import Message, TraceSession
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -109,7 +110,7 @@ def answers(turns: list[Turn]) -> Table:
         table.add_column(name)
     for number, turn in enumerate(turns, 1):
         given = [
-            f"[{'green' if is_right(turn.question, one) else 'red'}]{one.text.strip()}[/]"
+            "right" if is_right(turn.question, one) else f"[red]{escape(one.text.strip()) or '(nothing)'}[/]"
             for one in (turn.off, turn.content)
         ]
         table.add_row(str(number), turn.question.text, turn.question.reply.strip(), *given)
