@@ -17,13 +17,13 @@ from irminsul_kernels.aot import (
     table,
 )
 
-CHEAPER_COPY = {80: "decode, 16 heads, 256 + 32", 100: "decode, 16 heads, 512 + 64, bf16"}
-"""One configuration on the architectures that are only sampled here; `python -m irminsul_kernels.aot` shows all."""
+SAMPLED = "decode, 16 heads, 512 + 64, bf16"
+"""The configuration that is compiled for the other architectures; `python -m irminsul_kernels.aot` shows all."""
 
 
 def compiled(kernel: str, arch: int) -> list[KernelConfig]:
     configs = all_configs(arch, kernel)
-    return configs if arch == 90 else [c for c in configs if c.name.startswith(CHEAPER_COPY[arch])]
+    return configs if arch == 90 else [replace(c, unrotated={}) for c in configs if c.name == SAMPLED]
 
 
 class TestDecode:
@@ -37,8 +37,8 @@ class TestDecode:
         for report in reports:
             assert report.spills == 0 and report.stack == 0, report
             assert report.shared <= report.shared_limit, report
-            if report.rotation_cost is not None:
-                assert report.rotation_cost <= 0.12, report
+            assert report.rotation_cost is None or report.rotation_cost <= 0.12, report
+            if report.matrix_products:
                 # nothing but asynchronous copies reads rows in a run; k_r and c_KV go 16 bytes at a time
                 assert report.global_loads_least == 0, report
                 assert report.wide_copies >= 16, report

@@ -138,7 +138,7 @@ class TestKernel:
     @pytest.mark.parametrize("num_splits", [1, 2, 7])
     def test_empty_sequences_and_empty_splits(self, num_splits: int) -> None:
         """Splits have at least four tiles: most of the seven are empty, and so are two sequences."""
-        assert_right(Scene([0, 600, 0, 3], "runs"), num_splits=num_splits)
+        assert_right(Scene([0, 300, 0, 3], "runs"), num_splits=num_splits)
 
     @pytest.mark.parametrize("lengths", [[1], [2, 63], [66, 17, 5]])
     def test_small(self, lengths: list[int]) -> None:
@@ -181,7 +181,7 @@ class TestKernel:
         A sequence of one row is a run; behind a row of another δ the same row is rotated on the key side.
         """
         moved, exact = [], []
-        for seed in range(6):
+        for seed in range(3 if alone else 1):
             scene = Scene([1] * 3 if alone else [2] * 3, "rows", heads=64, rope_dim=64, rank=16, seed=seed)
             scene.q_latent.zero_()
             scene.q_rope = torch.eye(64).expand(3, 64, 64).to(scene.rows.dtype).contiguous()
@@ -199,7 +199,7 @@ class TestKernel:
 
     def test_preallocated(self) -> None:
         """With everything given the call fills exactly what it was given and only that."""
-        scene = Scene([600, 40], "runs")
+        scene = Scene([300, 40], "runs")
         size = workspace_size(2, 4, 64, 3)
         workspace = torch.full((size + 7,), NAN)
         out, lse = torch.empty_like(scene.q_latent, dtype=torch.float32), torch.empty(2, 4)
@@ -215,12 +215,12 @@ class TestKernel:
         assert_right(scene)
 
     def test_moving_often_is_moving_once(self) -> None:
-        """Rows are not written: after a hundred other positions the result at the first one is bit for bit the same."""
+        """Rows are not written: read at other positions in between, they give the same bits at the first one."""
         scene = Scene([70], "runs")
         before, rows = decode_attention(**scene.arguments())[0], scene.rows.clone()
         base = scene.base.clone()
-        for shift in range(3):
-            scene.base = base + 1000 * shift
+        for shift in (1000, -70_000):
+            scene.base = base + shift
             decode_attention(**scene.arguments())
         scene.base = base
         assert torch.equal(decode_attention(**scene.arguments())[0], before)

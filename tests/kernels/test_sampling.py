@@ -46,9 +46,9 @@ class TestKernel:
     @pytest.mark.parametrize("settings", SETTINGS, ids=str)
     def test_agrees_with_the_sort(self, settings: dict[str, float]) -> None:
         """Logits that were bf16 have many equals, among them at the threshold."""
-        for logits in (random_logits(12, 300), random_logits(12, 300, narrow=True)):
-            arguments = columns(12, **settings)
-            assert sample(logits, **arguments).tolist() == sample_reference(logits, **arguments).tolist()
+        logits = torch.cat((random_logits(3, 300), random_logits(4, 300, narrow=True)))
+        arguments = columns(7, **settings)
+        assert sample(logits, **arguments).tolist() == sample_reference(logits, **arguments).tolist()
 
     def test_rows_have_their_own_settings(self) -> None:
         rows = [OFF | s for s in SETTINGS]
@@ -58,24 +58,24 @@ class TestKernel:
         assert sample(logits, **arguments).tolist() == sample_reference(logits, **arguments).tolist()
 
     def test_equal_logits_are_kept_in_order_of_their_ids(self) -> None:
-        logits = torch.full((40, 200), -1.0)
+        logits = torch.full((12, 200), -1.0)
         logits[:, 50] = 0
-        assert set(sample(logits, **columns(40, top_k=3)).tolist()) == {50, 0, 1}
+        assert set(sample(logits, **columns(12, top_k=3)).tolist()) == {50, 0, 1}
 
     def test_what_is_banned_is_never_drawn(self) -> None:
-        logits = torch.full((30, 150), -math.inf)
+        logits = torch.full((10, 150), -math.inf)
         logits[:, [3, 140]] = torch.tensor([-0.0, 0.0])
         logits[:, 7] = math.nan
-        assert set(sample(logits, **columns(30)).tolist()) == {3, 140}
+        assert set(sample(logits, **columns(10)).tolist()) == {3, 140}
         assert sample(torch.full((1, 150), -math.inf), **columns(1)).tolist() == [0]
 
     def test_a_stream_depends_on_seed_and_draws_alone(self) -> None:
-        logits = random_logits(1, 300).expand(6, -1).contiguous()
-        tokens = sample(logits, **columns(6, top_k=50))
-        order = torch.tensor([4, 0, 5, 2, 1, 3])
-        shuffled = {k: v[order] for k, v in columns(6, top_k=50).items()}
+        logits = random_logits(1, 300).expand(4, -1).contiguous()
+        tokens = sample(logits, **columns(4, top_k=50))
+        order = torch.tensor([3, 0, 2, 1])
+        shuffled = {k: v[order] for k, v in columns(4, top_k=50).items()}
         assert sample(logits, **shuffled).tolist() == tokens[order].tolist()
-        assert sample(logits, **columns(6, seed=8, top_k=50)).tolist() != tokens.tolist()
+        assert sample(logits, **columns(4, seed=8, top_k=50)).tolist() != tokens.tolist()
 
 
 def test_the_noise_is_exponential() -> None:
