@@ -13,11 +13,11 @@ not fit one program's registers, and with 64 pairs the two warpgroups compute th
 no spills, no layout conversion of the weights, and half the instructions per pair.
 
 A row is read once per program, its c_KV serves as key and as value, and k_r is rotated by δ = position - base on the
-way, in key tiles where any row needs it. The rotation is on the key's side: a tile has 128 (token, head) pairs and only
+way. The rotation is on the key's side: a tile has 128 (token, head) pairs and only
 32 keys, so turning the queries would cost four times as much, and δ may differ from row to row. Instructions of one
-32-key tile (16 heads, 512 + 64, bf16, sm_90, `python -m irminsul_kernels.aot --kernel extend`): 696 without rotation,
-726 (+4 %) where every δ is 0, 783 (+12.5 %) where keys are turned. Without the branch it would be 760 everywhere. Tiles
-of 64 pairs have half the threads for as many keys: 736, 767 and 878 (+19 %).
+32-key tile (16 heads, 512 + 64, bf16, sm_90, `python -m irminsul_kernels.aot --kernel extend`): 696 without rotation, 760
+(+9.2 %) with it. A branch around it made that 726 where every δ is 0 and 783 (+12.5 %) elsewhere. Tiles of 64 pairs
+have half the threads for as many keys: 736 and 853 (+16 %).
 
 Bytes moved: (R + d) * itemsize + 8 per key and tile, 2 R + d numbers per query; from about 8 tokens on (16 heads) the
 products, 2 (2 R + d) a pair and key, take longer.
@@ -230,6 +230,8 @@ def extend_kernel(
     total = tl.zeros([PAIRS], tl.float32)
     mixed = tl.zeros([PAIRS, BLOCK_RANK], tl.float32)
     n = tl.arange(0, KEYS)
+    if ROTATE:
+        turn = tl.load(turns + h, mask=h < HALF, other=0)
     for start in tl.range(begin, end, KEYS):
         # keys behind the last repeat it and are hidden: the wide loads need no mask
         key = tl.minimum(start + n, end - 1)
@@ -241,12 +243,10 @@ def extend_kernel(
         k_high = load_rows(rows + RANK + HALF, row, h, HALF, BLOCK_HALF).to(tl.float32)
         if ROTATE:
             delta = key - tl.load(base + slot)
-            if tl.max(delta.to(tl.uint32, bitcast=True), axis=0) != 0:
-                turn = tl.load(turns + h, mask=h < HALF, other=0)
-                cos, sin = cos_sin_of(delta[:, None], turn[None, :], INTERPRET)
-                low = k_low * cos - k_high * sin
-                k_high = k_high * cos + k_low * sin
-                k_low = low
+            cos, sin = cos_sin_of(delta[:, None], turn[None, :], INTERPRET)
+            low = k_low * cos - k_high * sin
+            k_high = k_high * cos + k_low * sin
+            k_low = low
         # before the products of c_KV: 3 % fewer instructions than behind them
         k_low = half_precision(k_low, INTERPRET)
         k_high = half_precision(k_high, INTERPRET)

@@ -36,10 +36,8 @@ def test_nothing_spills_and_everything_fits(arch: int) -> None:
 
 
 def test_what_rotation_adds_to_the_extend_loop() -> None:
-    """5 % where every δ is 0, an eighth where keys are turned, and no load per row beyond slot and base position."""
+    """At most 12 %, and no load per row beyond slot and base position, which come by asynchronous copies."""
     (config,) = (c for c in extend.aot_configs(90) if c.name == "extend, 16 heads, 512 + 64, bf16, tiles of 128")
     report = inspect(config, 90)
-    assert report.rotation_cost is not None and report.rotation_cost <= 0.05, report
-    assert report.rotation_cost_most is not None and report.rotation_cost_most <= 0.13, report
-    # slots and base positions come by asynchronous copies; where keys are turned their angles are read as well
-    assert report.global_loads_least == 0 and report.global_loads_most <= 2, report
+    assert report.rotation_cost_most is not None and report.rotation_cost_most <= 0.12, report
+    assert report.global_loads_most == 0, report
