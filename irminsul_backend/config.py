@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +15,8 @@ from irminsul_backend.errors import ServerStartError
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 PREFIX = "IRMINSUL_"
+SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+"""What a variable of a yes-or-no setting may hold, in any case."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ServerConfig:
     preset: str = "default"
     """Chunking preset, see ``irminsul_backend.chunking.PRESETS``."""
     device: str = "auto"
-    """``auto`` | ``cpu`` | ``cuda``."""
+    """``auto`` | ``cpu`` | ``cuda`` | ``cuda:N``."""
     dtype: str = "auto"
     """``auto`` (float32 on CPU, bfloat16 on GPU) | ``float32`` | ``bfloat16`` | ``float16``."""
     capacity_tokens: int = 0
@@ -62,9 +65,13 @@ class ServerConfig:
                 continue
             kind = type(getattr(defaults, field.name))
             try:
-                values[field.name] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)
+                values[field.name] = SWITCH[text.strip().lower()] if kind is bool else kind(text)
+            except KeyError:
+                raise ServerStartError(f"{name}={text!r} must be one of {', '.join(SWITCH)}, or empty") from None
             except ValueError as error:
                 raise ServerStartError(f"{name}={text!r} is not a valid {kind.__name__}") from error
+            if kind is float and not math.isfinite(values[field.name]):  # type: ignore[arg-type]
+                raise ServerStartError(f"{name}={text!r} is not a finite number")
         return cls(**values)  # type: ignore[arg-type]
 
     def to_env(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from irminsul_client._request import TENSORS
+from irminsul_client._request import TENSORS, shorten
 from irminsul_client._transport import Request, Response
 from irminsul_client.errors import (
     InvalidRequest,
@@ -44,16 +44,16 @@ def encode_tensor(name: str, value: Any) -> tuple[str, list[int], bytes]:
         else:
             raw = _to_array(values, datatype).tobytes()
     except (ValueError, TypeError, OverflowError) as error:
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise InvalidRequest(
-            f"{name} is {shown}; it must be {datatype}{' values' if is_list else ''} ({error})"
+            f"{name} is {shorten(value)}; it must be {datatype}{' values' if is_list else ''} ({error})"
         ) from error
     return datatype, [1, len(values)], raw
 
 
 def _length_prefixed(value: str | bytes) -> bytes:
-    data = value.encode() if isinstance(value, str) else bytes(value)
+    if not isinstance(value, str | bytes):  # bytes(3) would be three zeros
+        raise TypeError(f"only text, not {type(value).__name__}")
+    data = value.encode() if isinstance(value, str) else value
     return len(data).to_bytes(4, "little") + data
 
 

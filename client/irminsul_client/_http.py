@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from irminsul_client._client import DEFAULT_TIMEOUT
-from irminsul_client._request import RequestOptions, build_fields
+from irminsul_client._grpc import encode_tensor
+from irminsul_client._request import TENSORS, RequestOptions, build_fields
 from irminsul_client._types import Chunk, Completion, chunk_from_outputs
 from irminsul_client.errors import InvalidRequest, RequestTimeout, ServerError, ServerUnavailable, server_error
 
@@ -33,7 +34,8 @@ class HTTPClient:
     """Generates over HTTP: ``irminsul_unary`` for whole answers, ``irminsul_generate`` for streamed ones.
 
     A session is named with each request (``session_id``); the server opens it by itself. ``timeout`` in seconds limits
-    a whole answer, or the pause between two pieces of a streamed one. ``transport`` is httpx's seam, for tests.
+    a whole answer, or the pause between two pieces of a streamed one; a request's own ``timeout`` replaces it.
+    ``transport`` is httpx's seam, for tests.
     """
 
     def __init__(
@@ -48,13 +50,20 @@ class HTTPClient:
         self._http = httpx.Client(base_url=self._url, timeout=timeout, transport=transport)
 
     def generate(
-        self, *, session_id: str | None = None, end: bool = False, **options: Unpack[RequestOptions]
+        self,
+        *,
+        session_id: str | None = None,
+        end: bool = False,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """POST /generate and wait. Nothing streams, so ttft_ms is the time to the whole answer."""
         body = _encode(build_fields(options, stream=False), session_id, end)
         begin = time.perf_counter()
         with self._translating():
-            response = self._http.post("/v2/models/irminsul_unary/generate", content=body, headers=JSON_HEADERS)
+            response = self._http.post(
+                "/v2/models/irminsul_unary/generate", content=body, headers=JSON_HEADERS, timeout=_limit(timeout)
+            )
         _check(response)
         elapsed = (time.perf_counter() - begin) * 1e3
         chunk = chunk_from_outputs(_parse(response.text)) or Chunk("")
@@ -63,10 +72,15 @@ class HTTPClient:
         )
 
     def stream(
-        self, *, session_id: str | None = None, end: bool = False, **options: Unpack[RequestOptions]
+        self,
+        *,
+        session_id: str | None = None,
+        end: bool = False,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[Chunk]:
         """POST /generate_stream and yield chunks; closing the iterator drops the connection, which cancels."""
-        return self._stream(_encode(build_fields(options, stream=True), session_id, end))
+        return self._stream(_encode(build_fields(options, stream=True), session_id, end), timeout)
 
     def check_ready(self, timeout: float = 5.0) -> None:
         """Raise ServerUnavailable, saying why, unless the server is ready for requests."""
@@ -85,10 +99,13 @@ class HTTPClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _stream(self, body: bytes) -> Iterator[Chunk]:
+    def _stream(self, body: bytes, timeout: float | None) -> Iterator[Chunk]:
         path = "/v2/models/irminsul_generate/generate_stream"
         finished = False
-        with self._translating(), self._http.stream("POST", path, content=body, headers=JSON_HEADERS) as response:
+        with (
+            self._translating(),
+            self._http.stream("POST", path, content=body, headers=JSON_HEADERS, timeout=_limit(timeout)) as response,
+        ):
             if response.status_code != 200:
                 response.read()
                 _check(response)
@@ -115,9 +132,18 @@ class HTTPClient:
             raise ServerUnavailable(f"cannot reach an Irminsul server at {self._url} ({error})") from error
 
 
+def _limit(timeout: float | None) -> Any:
+    """httpx's timeout of a request; None: the client's."""
+    return httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
+
+
 def _encode(fields: dict[str, Any], session_id: str | None, end: bool) -> bytes:
     if session_id is not None:
         fields |= {"session_id": session_id, "session_end": end}
+    for name, value in fields.items():
+        # Triton wraps integers that do not fit without a word. Other numbers are its own to judge.
+        if not TENSORS[name].datatype.startswith(("FP", "BOOL")):
+            encode_tensor(name, value)
     try:
         return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError) as error:

@@ -88,7 +88,7 @@ def build_fields(options: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
     """Tensor name → plain value (str, int, float, bool, or a list of them).
 
     ``options`` are RequestOptions; None counts as not given. Raises TypeError for an unknown name and InvalidRequest
-    if there is not exactly one prompt or messages/tools are not JSON. Everything else is the server's to judge.
+    if there is not exactly one prompt, messages/tools are not JSON or a list is none. Everything else is the server's to judge.
     """
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:
@@ -110,12 +110,30 @@ def build_fields(options: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
         elif name in ("messages", "tools"):
             fields[name] = _to_json(name, value)
         elif TENSORS[name].is_list:
-            values = list(value)
+            values = _to_list(name, value)
             if values or name == "input_ids":
                 fields[name] = values
         else:
             fields[name] = value
     return fields
+
+
+def _to_list(name: str, value: Any) -> list[Any]:
+    """A single text is refused: as a sequence it would be its letters."""
+    texts = TENSORS[name].datatype == "BYTES"
+    try:
+        values = None if isinstance(value, str | bytes) else list(value)
+    except TypeError:
+        values = None
+    if values is None or (texts and not all(isinstance(v, str | bytes) for v in values)):
+        raise InvalidRequest(f"{name} must be a list of {'texts' if texts else 'whole numbers'}; it is {shorten(value)}")
+    return values
+
+
+def shorten(value: Any) -> str:
+    """The value as an error message shows it."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _to_json(name: str, value: Sequence[Mapping[str, Any]]) -> str:

@@ -113,15 +113,16 @@ class Score:
 class Generator:
     """Chunker and engine in one process: asks one prompt and waits for its greedy answer. `ask` is thread-safe."""
 
-    def __init__(self, config: ServerConfig, longest: int) -> None:
+    def __init__(self, config: ServerConfig, longest: int, preparer: PromptPreparer | None = None) -> None:
         """Load the model. Without a configured capacity the pool holds what is in flight, not all the memory.
 
         Args:
             longest: most tokens of a prompt.
+            preparer: of the same config, if there is one already.
         """
         # per prompt in flight: itself, what was asked before it, and as much for those that have just ended
         capacity = config.capacity_tokens or 3 * IN_FLIGHT * (longest + MAX_TOKENS)
-        self.preparer = PromptPreparer(config)
+        self.preparer = preparer or PromptPreparer(config)
         self.engine = Engine.from_config(replace(config, capacity_tokens=capacity))
         self.engine.start()
         self._numbers = itertools.count()
@@ -180,20 +181,19 @@ def run(
     Raises:
         InvalidRequestError: a length is too short for a prompt, or too long for the model.
     """
-    with Generator(config, max(lengths)) as generator:
-        limit = generator.preparer.max_positions - MAX_TOKENS
-        if max(lengths) > limit:
-            raise InvalidRequestError(
-                f"length {max(lengths)} is too long: the model has {limit + MAX_TOKENS} positions, and an answer takes "
-                f"up to {MAX_TOKENS}; use at most {limit}"
-            )
-        # all are made first: a length that is too short shows before an hour of work
-        made = {
-            length: {
-                h: list(itertools.islice(make_prompts(generator.preparer, length, h, seed), prompts)) for h in HOPS
-            }
-            for length in lengths
-        }
+    preparer = PromptPreparer(config)
+    limit = preparer.max_positions - MAX_TOKENS
+    if max(lengths) > limit:
+        raise InvalidRequestError(
+            f"length {max(lengths)} is too long: the model has {limit + MAX_TOKENS} positions, and an answer takes "
+            f"up to {MAX_TOKENS}; use at most {limit}"
+        )
+    # All are made first: a length that cannot be kept shows before the pool takes its memory and before an hour of work.
+    made = {
+        length: {h: list(itertools.islice(make_prompts(preparer, length, h, seed), prompts)) for h in HOPS}
+        for length in lengths
+    }
+    with Generator(config, max(lengths), preparer) as generator:
         rows = []
         for length, by_hops in made.items():
             scores = {h: evaluate(generator.ask, by_hops[h], reuse, f"{length}/{h}", on_done) for h in HOPS}
@@ -259,11 +259,26 @@ def make_prompts(preparer: PromptPreparer, length: int, hops: int, seed: int) ->
                 facts = max(LEAST_FACTS, facts - 1)
             fillers = max(0, fillers + round((middle - prompt.tokens) / FILLER_TOKENS))
         else:
+            if min(sizes) > length:
+                raise InvalidRequestError(
+                    f"length {length} is too short: a prompt with {LEAST_FACTS} facts and no filler has more tokens; "
+                    f"use at least {least_length(preparer, role)}"
+                )
             raise InvalidRequestError(
                 f"length {length} cannot be kept: of {ATTEMPTS} prompts with {facts} facts none had "
                 f"{LEAST_SHARE * length:.0f} to {length} tokens, they had {min(sizes)} to {max(sizes)}; "
                 "choose another length"
             )
+
+
+def least_length(preparer: PromptPreparer, role: str) -> int:
+    """Tokens that hold the longest of some prompts with the fewest facts, for every number of hops."""
+    sizes = []
+    for h in HOPS:
+        maker = NeedleMaker(f"eval/least/{h}")
+        needles = [maker.needle(h, LEAST_FACTS, 0, 2)._replace(tools=[]) for _ in range(32)]
+        sizes += [_prompt(preparer, needle, role, "").tokens for needle in needles]
+    return max(sizes)
 
 
 def document_role(preparer: PromptPreparer) -> str:

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
+import signal
+import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from irminsul_backend.config import DEMO_MODEL
+from irminsul_backend.errors import IrminsulError
 from irminsul_backend.model.config import ModelConfig
 from irminsul_backend.training.needles import NeedleMaker
 from irminsul_backend.training.network import Network, initial_weights
@@ -207,8 +212,14 @@ class Trainer:
         path.with_suffix(".new").replace(path)
 
     def resume(self, path: Path) -> None:
-        whole = torch.load(path, map_location=self.device, weights_only=True)
-        self.state = State(**whole["state"])
+        """Take up a saved state. Raises IrminsulError if the file is no such state."""
+        try:
+            whole = torch.load(path, map_location=self.device, weights_only=True)
+            self.state = State(**whole["state"])
+        except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, TypeError) as error:
+            raise IrminsulError(
+                f"{path} is no state of a training run ({type(error).__name__}); --fresh begins anew"
+            ) from error
         with torch.no_grad():
             for name, weight in whole["weights"].items():
                 self.weights[name].copy_(weight)
@@ -216,8 +227,11 @@ class Trainer:
             optimizer.load_state_dict(state)
 
 
-def train(trainer: Trainer, state_file: Path, console: Console) -> None:
-    """Run the curriculum to its end, with a progress bar and the state saved every SAVE_EVERY steps."""
+def train(trainer: Trainer, state_file: Path, console: Console, stop: threading.Event) -> bool:
+    """Run the curriculum with a progress bar, the state saved every SAVE_EVERY steps and when `stop` is set.
+
+    Returns True when it is through, False where `stop` ended it.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[shown]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", shown="")
@@ -230,12 +244,14 @@ def train(trainer: Trainer, state_file: Path, console: Console) -> None:
                 shown = f"loss {loss:.2f}  single-hop {100 * state.single:.0f} %  multi-hop {100 * state.multi:.0f} %"
                 at = f"step {state.step}: {stage.length} tokens, stage {number + 1} of {len(STAGES)}"
                 progress.update(task, description=at, completed=state.stage_step, total=stage.steps, shown=shown)
-            if done or state.step % SAVE_EVERY == 0:
+            if done or stop.is_set() or state.step % SAVE_EVERY == 0:
                 trainer.save(state_file)
                 if done or not console.is_terminal:
-                    console.print(
-                        f"{time.strftime('%H:%M:%S')} {at}, {shown}{' - done' if done else ''}", soft_wrap=True
-                    )
+                    end = " - done" if done else ""
+                    console.print(f"{time.strftime('%H:%M:%S')} {at}, {shown}{end}", soft_wrap=True)
+            if stop.is_set():
+                return False
+    return True
 
 
 def write_model(folder: Path, tokenizer: Tokenizer, weights: dict[str, Tensor]) -> None:
@@ -256,7 +272,7 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
     return CONFIG | {"bos_token_id": tokenizer.token_to_id(BEGIN), "eos_token_id": tokenizer.token_to_id(END)}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description="Train the shipped model on prompts made here; stopped at any time, it goes on where it was."
     )
@@ -267,12 +283,26 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="forget an earlier run's state and its tokenizer")
     arguments = parser.parse_args()
     console = Console()
+    try:
+        return _run(arguments, console)
+    except KeyboardInterrupt:
+        return 130
+    except (IrminsulError, OSError) as error:
+        print(f"train: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.threads < 0:
+        raise IrminsulError(f"--threads is {arguments.threads}; it must be at least 0 (0 = one per core)")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = found if arguments.device == "auto" else arguments.device
+    if device != "cpu" and not (device == "cuda" and found == "cuda"):
+        raise IrminsulError(f"--device is {device!r}; here it must be auto or {' or '.join(sorted({'cpu', found}))}")
+    for folder in (arguments.work, arguments.out):
+        folder.mkdir(parents=True, exist_ok=True)
     state_file, tokenizer_file = arguments.work / "state.pt", arguments.work / "tokenizer.json"
     if arguments.fresh:
         state_file.unlink(missing_ok=True)
@@ -280,16 +310,24 @@ def main() -> None:
     if not tokenizer_file.exists():
         console.print("training the tokenizer (about half a minute)")
         train_tokenizer(SEED).save(str(tokenizer_file), pretty=False)
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises nothing narrower
+        raise IrminsulError(f"{tokenizer_file} is damaged ({error}); --fresh begins anew") from error
     trainer = Trainer(tokenizer, ModelConfig.from_dict(model_config(tokenizer)), device)
     if state_file.exists():
         trainer.resume(state_file)
-        console.print(f"going on at step {trainer.state.step} from {state_file}")
-    train(trainer, state_file, console)
+        console.print(f"going on at step {trainer.state.step} from {state_file}", soft_wrap=True)
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stop.set())  # a step is finished, so that what is saved is whole
+    if not train(trainer, state_file, console, stop):
+        console.print(f"stopped at step {trainer.state.step}; the same command goes on from there", soft_wrap=True)
+        return 130
     write_model(arguments.out, tokenizer, trainer.weights)
     size = sum(path.stat().st_size for path in arguments.out.iterdir())
     console.print(f"{arguments.out}: {sum(w.numel() for w in trainer.weights.values()):,} weights, {size / 1e6:.1f} MB")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import math
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 
@@ -38,6 +39,8 @@ LEAST_VALUES = {
     "threads": 0,
     "stream_interval_ms": 0,
 }
+LEAST_CAPACITY = 64
+"""Fewest slots of a KV pool whose size is given: with fewer even a greeting's chat template does not fit."""
 LOG_LINES = 400
 NOISE = (
     "pinned_memory_manager",
@@ -180,9 +183,19 @@ def check_config(config: ServerConfig) -> None:
 
     if config.preset not in PRESETS:
         raise ServerStartError(f"preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ServerStartError(f"{field.name} is {value}; it must be a finite number")
     for name, least in LEAST_VALUES.items():
         if getattr(config, name) < least:
             raise ServerStartError(f"{name} is {getattr(config, name)}; it must be at least {least}")
+    if 0 < config.capacity_tokens < LEAST_CAPACITY:
+        raise ServerStartError(
+            f"capacity_tokens is {config.capacity_tokens}; it must be at least {LEAST_CAPACITY}, or 0 (automatic)"
+        )
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", config.device):
+        raise ServerStartError(f"device is {config.device!r}; it must be auto, cpu, cuda or cuda:N")
     resolve_device(config)
     if not 0 < config.session_ttl_s <= MAX_SESSION_TTL_S:
         raise ServerStartError(
