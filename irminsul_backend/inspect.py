@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,7 +47,8 @@ def inspect_folder(folder: str | Path, memory: int | None = None) -> dict[str, A
     report: dict[str, Any] = {"model": folder.resolve().name, "servable": False, "problems": problems, "notes": notes}
     report |= _memory(memory)
     if not folder.is_dir():
-        problems.append(f"model folder {folder} does not exist")
+        wrong_kind = "is a file; give the folder that holds config.json" if folder.exists() else "does not exist"
+        problems.append(f"model folder {folder} {wrong_kind}")
         return report
     files = _attempt(problems, lambda: ModelFolder(folder))
     if files is not None:
@@ -83,7 +86,8 @@ def _attempt(problems: list[str], load: Any) -> Any:
     try:
         return load()
     except UnsupportedModelError as error:
-        problems.append(str(error))
+        if str(error) not in problems:  # two parts may read the same file
+            problems.append(str(error))
         return None
 
 
@@ -165,6 +169,11 @@ def _text(folder: Path, config: ModelConfig | None, problems: list[str], notes: 
         if config is not None and tokenizer.vocab_size > config.vocab_size:
             problems.append(
                 f"{tokenizer.file_name} has ids up to {tokenizer.vocab_size - 1}, vocab_size in config.json is "
+                f"{config.vocab_size}"
+            )
+        if config is not None and (beyond := [i for i in tokenizer.end_ids if i >= config.vocab_size]):
+            notes.append(
+                f"end ids {', '.join(map(str, beyond))} are never generated: vocab_size in config.json is "
                 f"{config.vocab_size}"
             )
         if not tokenizer.end_ids:
@@ -255,5 +264,8 @@ def main(args: argparse.Namespace) -> int:
     """Print the report; 1 if the folder cannot be served."""
     memory = None if args.memory is None else int(args.memory * GIB)
     report = inspect_folder(args.model_dir, memory)
-    print(json.dumps(report, indent=2, ensure_ascii=False) if args.json else render(report))
+    try:
+        print(json.dumps(report, indent=2, ensure_ascii=False) if args.json else render(report), flush=True)
+    except BrokenPipeError:  # the reader, such as head, has enough; what is buffered must not be tried again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report["servable"] else 1

@@ -88,7 +88,7 @@ def build_fields(options: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
     """Tensor name → plain value (str, int, float, bool, or a list of them).
 
     ``options`` are RequestOptions; None counts as not given. Raises TypeError for an unknown name and InvalidRequest
-    if there is not exactly one prompt, messages/tools are not JSON or a list is none. Everything else is the server's to judge.
+    if there is not exactly one prompt, messages/tools are not JSON or a list is none. The rest is the server's to judge.
     """
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:
@@ -126,7 +126,9 @@ def _to_list(name: str, value: Any) -> list[Any]:
     except TypeError:
         values = None
     if values is None or (texts and not all(isinstance(v, str | bytes) for v in values)):
-        raise InvalidRequest(f"{name} must be a list of {'texts' if texts else 'whole numbers'}; it is {shorten(value)}")
+        raise InvalidRequest(
+            f"{name} must be a list of {'texts' if texts else 'whole numbers'}; it is {shorten(value)}"
+        )
     return values
 
 

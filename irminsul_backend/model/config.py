@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.model.fields import FieldReader
+from irminsul_backend.json_file import parse_json
+from irminsul_backend.model.fields import MAX_SIZE, FieldReader
 from irminsul_backend.model.rope import Rope, read_rope
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
@@ -35,6 +35,13 @@ UNUSED = frozenset({
     "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
 """Fields of published configs that say nothing about inference, or repeat others."""
+
+MAX_LAYERS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_POSITIONS = 1_000, 10_000, 100_000, 1_000_000_000
+MAX_LAYER_EXPERTS = 200_000
+"""Layers times experts, each of which is three tensors by name; the largest published models have 23,424.
+
+All these limits lie far above published models: they turn a damaged file into a message instead of a long wait.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -127,32 +134,36 @@ class ModelConfig:
         read.refuse_unless("hidden_act", ("silu",))
         read.refuse_unless("attention_bias", (False, None))
         read.refuse_unless("mlp_bias", (False, None))
-        num_heads = read.integer("num_attention_heads")
+        num_layers = read.integer("num_hidden_layers", at_most=MAX_LAYERS)
+        num_heads = read.integer("num_attention_heads", at_most=MAX_HEAD_DIM)
         read.refuse_unless("num_key_value_heads", (num_heads, None))
-        rope_dim = read.integer("qk_rope_head_dim")
+        rope_dim = read.integer("qk_rope_head_dim", at_most=MAX_HEAD_DIM)
         if rope_dim % 2 and "qk_rope_head_dim" not in read.bad:
             read.refuse("qk_rope_head_dim", "it must be even")
         config = cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
             hidden_size=read.integer("hidden_size"),
-            num_layers=read.integer("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             intermediate_size=read.integer("intermediate_size"),
-            max_position_embeddings=read.integer("max_position_embeddings"),
+            max_position_embeddings=read.integer("max_position_embeddings", at_most=MAX_POSITIONS),
             rms_norm_eps=read.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=read.boolean("tie_word_embeddings", False),
             kv_lora_rank=read.integer("kv_lora_rank"),
             q_lora_rank=None if raw.get("q_lora_rank") is None else read.integer("q_lora_rank"),
-            qk_nope_head_dim=read.integer("qk_nope_head_dim"),
+            qk_nope_head_dim=read.integer("qk_nope_head_dim", at_most=MAX_HEAD_DIM),
             qk_rope_head_dim=rope_dim,
-            v_head_dim=read.integer("v_head_dim"),
+            v_head_dim=read.integer("v_head_dim", at_most=MAX_HEAD_DIM),
             rope=read_rope(read, rope_dim),
             rope_interleave=read.boolean("rope_interleave", True),
-            num_nextn_predict_layers=read.integer("num_nextn_predict_layers", 0, at_least=0),
+            num_nextn_predict_layers=read.integer("num_nextn_predict_layers", 0, at_least=0, at_most=MAX_LAYERS),
             weight_block_size=_weight_block_size(read),
             **_moe_fields(read, architecture),
         )
+        if num_layers * config.n_routed_experts > MAX_LAYER_EXPERTS:
+            limit = f"with {num_layers} layers it must be at most {MAX_LAYER_EXPERTS // num_layers:,}"
+            read.refuse("n_routed_experts", limit)
         return config, read.problems
 
 
@@ -160,7 +171,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """The parsed `folder`/config.json; raises UnsupportedModelError naming the file if it is not a JSON object."""
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnsupportedModelError(f"model folder {folder}: cannot read config.json ({error.strerror})") from error
     except ValueError as error:
@@ -183,22 +194,22 @@ def unused_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _architecture(read: FieldReader) -> str:
     names = read.value("architectures", [])
     for name in names if isinstance(names, list) else []:
-        if name in ROUTINGS:
-            return str(name)
+        if isinstance(name, str) and name in ROUTINGS:
+            return name
     kind = read.value("model_type")
     if names:
         read.refuse("architectures", f"understood: {', '.join(ROUTINGS)}")
-    elif kind not in MODEL_TYPES:
+    elif not isinstance(kind, str) or kind not in MODEL_TYPES:
         read.refuse("model_type", f"understood: {', '.join(MODEL_TYPES)}")
     return MODEL_TYPES.get(str(kind), V3)
 
 
 def _moe_fields(read: FieldReader, architecture: str) -> dict[str, Any]:
     """The mixture-of-experts half of ModelConfig."""
-    experts = read.integer("n_routed_experts", 0, at_least=0)
+    experts = read.integer("n_routed_experts", 0, at_least=0, at_most=MAX_EXPERTS)
     values: dict[str, Any] = {
         "n_routed_experts": experts,
-        "n_shared_experts": read.integer("n_shared_experts", 0, at_least=0),
+        "n_shared_experts": read.integer("n_shared_experts", 0, at_least=0, at_most=MAX_EXPERTS),
         "first_k_dense_replace": read.integer("first_k_dense_replace", 0, at_least=0),
         "moe_layer_freq": read.integer("moe_layer_freq", 1),
         "num_experts_per_tok": 0,
@@ -254,7 +265,7 @@ def _weight_block_size(read: FieldReader) -> tuple[int, int] | None:
     inner = FieldReader(quantization, "quantization_config.", read.problems)
     inner.choice("quant_method", ("fp8",))
     block = quantization.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+    if isinstance(block, list) and len(block) == 2 and all(type(size) is int and 0 < size <= MAX_SIZE for size in block):
         return block[0], block[1]
     if not inner.bad:
         inner.refuse("weight_block_size", "it must be two sizes, such as [128, 128]")

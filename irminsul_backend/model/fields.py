@@ -6,6 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from irminsul_backend.json_file import shown
+
+MAX_SIZE = 10_000_000
+"""Of a dimension; a vocabulary, the largest in published models, has some hundred thousand."""
+MAX_NUMBER = 1e30
+"""Of a number; positive ones are at least 1 / MAX_NUMBER, so that products and quotients of a few stay finite."""
+
 
 class FieldReader:
     """Reads fields of one JSON object. A problem is noted with field and value, and a harmless value is returned."""
@@ -23,23 +30,30 @@ class FieldReader:
 
     def refuse(self, name: str, limit: str, value: Any = None) -> None:
         """Note that field `name` (its value, or `value`) breaks `limit`."""
-        shown = self.raw.get(name) if value is None else value
-        self.problems.append(f"{self.prefix}{name} is {shown!r}; {limit}")
+        found = self.raw.get(name) if value is None else value
+        self.problems.append(f"{self.prefix}{name} is {shown(found)}; {limit}")
         self.bad.add(name)
 
-    def integer(self, name: str, default: int | None = None, at_least: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, at_least: int = 1, at_most: int = MAX_SIZE) -> int:
         value = self.value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             self.refuse(name, f"it must be an integer, at least {at_least}")
             return at_least
+        if value > at_most:
+            self.refuse(name, f"it must be at most {at_most:,}", value)
+            return at_least
         return value
 
     def number(self, name: str, default: float | None = None, over: float | None = 0) -> float:
-        """A finite number over `over`, or at least 0 if that is None."""
+        """A number over `over`, or at least 0 if that is None; its magnitude is within MAX_NUMBER."""
         value = self.value(name, default)
-        valid = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        valid = isinstance(value, (int, float)) and not isinstance(value, bool)
+        valid = valid and (isinstance(value, int) or math.isfinite(value))
         if not valid or (value < 0 if over is None else value <= over):
             self.refuse(name, f"it must be a number {'at least 0' if over is None else f'over {over}'}")
+            return 1.0 if over is None else over + 1.0
+        if value > MAX_NUMBER or 0 < value < 1 / MAX_NUMBER:
+            self.refuse(name, f"it must be from {1 / MAX_NUMBER:g} to {MAX_NUMBER:g}", value)
             return 1.0 if over is None else over + 1.0
         return float(value)
 

@@ -6,7 +6,6 @@ A header is a few kilobytes to megabytes at the start of a file and holds names,
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from irminsul_backend.errors import UnsupportedModelError
+from irminsul_backend.json_file import parse_json, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -73,19 +73,30 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
             if not 0 <= length <= min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError(f"{size} bytes cannot hold its header")
-            entries = json.loads(file.read(length))
-        tensors = {name: _tensor_info(entry, path.name) for name, entry in entries.items() if name != "__metadata__"}
+            entries = parse_json(file.read(length))
+        if not isinstance(entries, dict):
+            raise ValueError(f"its header is {shown(entries)}; it must be an object")
+        tensors = {name: _tensor_info(name, entry, path.name) for name, entry in entries.items() if name != "__metadata__"}
         end = 8 + length + max((entry["data_offsets"][1] for n, entry in entries.items() if n in tensors), default=0)
         if end != size:
             raise ValueError(f"it holds {size} bytes, its header describes {end}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"{path} is not a readable safetensors file: {error}; download it again") from error
     return tensors
 
 
-def _tensor_info(entry: dict[str, Any], file: str) -> TensorInfo:
-    start, end = entry["data_offsets"]
-    info = TensorInfo(tuple(int(n) for n in entry["shape"]), str(entry["dtype"]), end - start, file)
+def _tensor_info(name: str, entry: Any, file: str) -> TensorInfo:
+    """Raises ValueError naming the tensor and the field."""
+    fields = entry if isinstance(entry, dict) else {}
+    shape, dtype, offsets = fields.get("shape"), fields.get("dtype"), fields.get("data_offsets")
+    for field, value in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
+            raise ValueError(f"{field} of {name} is {shown(value)}; it must be a list of integers, 0 or more")
+    if not isinstance(dtype, str):
+        raise ValueError(f"dtype of {name} is {shown(dtype)}; it must be a string")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"data_offsets of {name} is {shown(offsets)}; it must be a start and an end")
+    info = TensorInfo(tuple(shape), dtype, offsets[1] - offsets[0], file)
     if info.dtype in FLOATS and info.num_bytes != prod(info.shape) * FLOATS[info.dtype]:
         raise ValueError(f"a tensor {list(info.shape)} of {info.dtype} has {info.num_bytes} bytes")
     return info
@@ -95,13 +106,24 @@ def _file_names(folder: Path) -> list[str]:
     index = folder / INDEX
     try:
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = _indexed_files(parse_json(index.read_text(encoding="utf-8")))
         else:
             names = [SINGLE]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UnsupportedModelError(f"{index} is not a safetensors index: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"{index} is not a safetensors index: {error}; download it again") from error
     if missing := [name for name in names if not (folder / name).is_file()]:
         more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
         hint = f" (nor {INDEX})" if names == [SINGLE] else f" named in {INDEX}; download the rest"
         raise UnsupportedModelError(f"model folder {folder} lacks {', '.join(missing[:LISTED])}{more}{hint}")
     return names
+
+
+def _indexed_files(index: Any) -> list[str]:
+    """The shards that a parsed index names; raises ValueError if it is none."""
+    where = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(where, dict) or not where:
+        raise ValueError("it must be an object whose weight_map gives each tensor's file")
+    for name, file in where.items():
+        if not isinstance(file, str) or not file or "\0" in file:
+            raise ValueError(f"weight_map gives {name} the file {shown(file)}; it must be a file's name")
+    return sorted(set(where.values()))

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from irminsul_backend.errors import UnsupportedModelError
+from irminsul_backend.json_file import shown
 from irminsul_backend.text import tiktoken_library, tokenizers_library
-from irminsul_backend.text.folder import read_optional_json, token_text
+from irminsul_backend.text.folder import added_tokens, named_tokens, read_optional_json, token_text
 from irminsul_backend.text.library import Library
 from irminsul_backend.text.memo import SegmentMemo
 
@@ -70,7 +71,7 @@ class Tokenizer:
             UnsupportedModelError: a file is missing or not understood; the message names it.
         """
         folder = Path(folder)
-        config = read_optional_json(folder / "tokenizer_config.json")
+        config = _read_settings(folder / "tokenizer_config.json")
         end_ids = [i for name in ("generation_config.json", "config.json") for i in _end_ids(folder / name)]
         tiktoken = (folder / tiktoken_library.FILE_NAME).exists() and not (
             folder / tokenizers_library.FILE_NAME
@@ -135,13 +136,24 @@ class Tokenizer:
         return np.array([bos] if wanted and bos is not None else [], np.int32)
 
 
+def _read_settings(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json, its tokens checked here, where its path is known."""
+    config = read_optional_json(path)
+    try:
+        added_tokens(config)
+        tuple(named_tokens(config))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path} is not understood: {error}") from error
+    return config
+
+
 def _end_ids(path: Path) -> list[int]:
     """eos_token_id of a JSON file: a number, a list of them, null or nothing."""
     value = read_optional_json(path).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for i in ids:
-        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+        if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < 2**31:
             raise UnsupportedModelError(
-                f"eos_token_id in {path} is {value!r}; it must be an id, a list of ids or null (ids are 0 or more)"
+                f"eos_token_id in {path} is {shown(value)}; it must be an id, a list of ids or null (ids are 0 to 2**31 - 1)"
             )
     return ids

@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.text.folder import added_tokens, read_text
+from irminsul_backend.text.folder import FLAGS, added_tokens, read_text
 from irminsul_backend.text.library import AddedText
 from irminsul_backend.text.splitting import AddedTokenSplitter
 
@@ -95,8 +95,7 @@ class TokenizersLibrary:
 
 
 def _flags(entry: dict[str, Any]) -> dict[str, Any]:
-    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    return {name: entry[name] for name in names if name in entry}
+    return {name: entry[name] for name in ("content", *FLAGS) if name in entry}
 
 
 def _byte_alphabet() -> dict[str, int]:

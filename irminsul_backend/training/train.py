@@ -235,14 +235,15 @@ def train(trainer: Trainer, state_file: Path, console: Console, stop: threading.
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[shown]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", shown="")
+        shown = ""
         while (stage := trainer.stage) is not None:
             number = trainer.state.stage
             loss = trainer.step()
             state = trainer.state
             done = state.stage != number
-            if not done:
+            at = f"step {state.step}: {stage.length} tokens, stage {number + 1} of {len(STAGES)}"
+            if not done:  # a new stage has no accuracy yet: the one before it stays
                 shown = f"loss {loss:.2f}  single-hop {100 * state.single:.0f} %  multi-hop {100 * state.multi:.0f} %"
-                at = f"step {state.step}: {stage.length} tokens, stage {number + 1} of {len(STAGES)}"
                 progress.update(task, description=at, completed=state.stage_step, total=stage.steps, shown=shown)
             if done or stop.is_set() or state.step % SAVE_EVERY == 0:
                 trainer.save(state_file)

@@ -40,7 +40,7 @@ LEAST_VALUES = {
     "stream_interval_ms": 0,
 }
 LEAST_CAPACITY = 64
-"""Fewest slots of a KV pool whose size is given: with fewer even a greeting's chat template does not fit."""
+"""Fewest slots of a KV pool whose size is given: one short question and its answer take as many."""
 LOG_LINES = 400
 NOISE = (
     "pinned_memory_manager",

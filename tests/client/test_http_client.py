@@ -112,10 +112,28 @@ class TestHTTPClient:
         with pytest.raises(SessionExpired):
             client.generate(text="gone")
 
-    @pytest.mark.parametrize("options", [{"temperature": float("nan")}, {"text": "\ud800"}, {"seed": object()}])
-    def test_what_json_cannot_hold_is_not_sent(self, client: HTTPClient, server: Any, options: dict[str, Any]) -> None:
-        with pytest.raises(InvalidRequest, match="JSON"):
-            client.generate(**{"text": "x", **options})
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"temperature": float("nan")}, "JSON"),
+            ({"text": b"x"}, "JSON"),
+            ({"text": "\ud800"}, "text_input is"),
+            ({"seed": object()}, "seed is"),
+            ({"seed": -1}, "seed is -1"),
+            ({"max_tokens": 2**32 + 3}, "max_tokens is 4294967299.*to 2147483647"),
+            ({"max_tokens": 1.5}, r"max_tokens is 1\.5"),
+            ({"top_k": 2**31}, "top_k is"),
+            ({"reuse": 3}, "reuse is 3.*only text"),
+            ({"stop_words": "abc"}, "stop_words must be a list of texts"),
+            ({"session_id": 7}, "session_id is 7"),
+        ],
+    )
+    def test_what_cannot_be_sent_is_named(
+        self, client: HTTPClient, server: Any, options: dict[str, Any], message: str
+    ) -> None:
+        for call in (client.generate, client.stream):
+            with pytest.raises(InvalidRequest, match=message):
+                call(**{"text": "x", **options})
         assert server.seen == []
 
     def test_failures_of_the_server(self, client: HTTPClient) -> None:
@@ -134,6 +152,13 @@ class TestHTTPClient:
             pytest.raises(RequestTimeout, match="127"),
         ):
             client.generate(text="slow")
+
+    def test_a_request_may_have_its_own_timeout(self, client: HTTPClient) -> None:
+        with pytest.raises(RequestTimeout, match="127"):
+            client.generate(text="slow", timeout=0.2)
+        with pytest.raises(RequestTimeout, match="127"):
+            list(client.stream(text="slow", timeout=0.2))
+        assert client.generate(text="x", timeout=20).text == "a b"
 
     def test_unreachable(self) -> None:
         with HTTPClient("127.0.0.1:1") as client, pytest.raises(ServerUnavailable, match=r"127\.0\.0\.1:1"):

@@ -51,6 +51,11 @@ class TestEncode:
         with pytest.raises(InvalidRequest, match=name):
             encode_tensor(name, value)
 
+    @pytest.mark.parametrize(("name", "value"), [("reuse", 3), ("text_input", True), ("cache_salt", [1, 2])])
+    def test_a_text_is_no_number(self, name: str, value: Any) -> None:
+        with pytest.raises(InvalidRequest, match=f"{name} is .*only text, not"):
+            encode_tensor(name, value)
+
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
     def test_bad_numbers_are_left_to_the_server(self, value: float) -> None:
         raw = encode_tensor("temperature", value)[2]
@@ -101,6 +106,18 @@ class TestFields:
 
     def test_an_empty_id_list_is_a_prompt(self) -> None:
         assert build_fields({"input_ids": []}, stream=True)["input_ids"] == []
+
+    @pytest.mark.parametrize("name", ["stop_words", "bad_words"])
+    @pytest.mark.parametrize("value", ["abc", "", b"abc", 3, ["a", 3]])
+    def test_a_list_of_texts_is_no_text(self, name: str, value: Any) -> None:
+        with pytest.raises(InvalidRequest, match=f"{name} must be a list of texts; it is ") as caught:
+            build_fields({"text": "x", name: value}, stream=True)
+        assert repr(value) in str(caught.value)
+
+    @pytest.mark.parametrize("value", ["12", 5])
+    def test_ids_are_a_list(self, value: Any) -> None:
+        with pytest.raises(InvalidRequest, match="input_ids must be a list of whole numbers; it is "):
+            build_fields({"input_ids": value}, stream=True)
 
     def test_messages_that_are_no_json(self) -> None:
         with pytest.raises(InvalidRequest, match="messages"):

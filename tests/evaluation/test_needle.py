@@ -75,7 +75,7 @@ class TestPrompts:
         assert prompt.fields["tools"] == prompt.shuffled["tools"] == prompt.unasked["tools"]
 
     def test_a_length_without_room_is_refused(self, preparer: PromptPreparer) -> None:
-        with pytest.raises(InvalidRequestError, match=r"length 40 cannot be kept: .* with 4 facts .* they had \d+ to"):
+        with pytest.raises(InvalidRequestError, match=r"length 40 is too short: .* 4 facts .* use at least \d+"):
             prompts(preparer, 40, 2, 1)
 
     def test_templates_without_documents(self, tmp_path: Path) -> None:
@@ -186,6 +186,16 @@ class TestScores:
         assert wilson(right, n) == pytest.approx(interval, abs=1e-4)
 
 
+@pytest.mark.parametrize("hops", [1, 2])
+def test_the_least_length_that_an_error_names_can_be_kept(preparer: PromptPreparer, hops: int) -> None:
+    with pytest.raises(InvalidRequestError, match="too short") as caught:
+        prompts(preparer, 16, hops, 1)
+    least = int(str(caught.value).split()[-1])
+    assert len(prompts(preparer, least, hops, 20, seed=3)) == 20
+    with pytest.raises(InvalidRequestError, match="too short"):
+        prompts(preparer, least * 3 // 4, hops, 20, seed=3)
+
+
 class TestEngine:
     """The real engine over a model whose rows do not depend on their context."""
 
@@ -217,6 +227,7 @@ class TestEngine:
     def test_failures_are_named(self, one_layer: Path) -> None:
         config = ServerConfig(model=str(one_layer), threads=1)
         with pytest.raises(InvalidRequestError, match=r"length 4089 is too long: the model has 4096 .* at most 4088"):
-            needle.run(config, "off", [256, 4089], 1, 0)
+            # the length is to blame, whatever the pool would take
+            needle.run(replace(config, capacity_tokens=10**15), "off", [256, 4089], 1, 0)
         with pytest.raises(IrminsulError, match="exceeds the KV pool of 200"):
             needle.run(replace(config, capacity_tokens=200), "off", [256], 1, 0)

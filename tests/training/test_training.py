@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from irminsul_backend.config import DEMO_MODEL
+from irminsul_backend.errors import IrminsulError
 from irminsul_backend.model import ModelConfig, load_model
 from irminsul_backend.training import train
 from irminsul_backend.training.network import OFFSETS, Network, initial_weights
@@ -114,3 +117,23 @@ def test_steps_lower_the_loss(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
     trainer = Trainer(tokenizer, ModelConfig.from_dict(SMALL))
     losses = [trainer.step() for _ in range(30)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_stopping_saves_after_the_step(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config, stop = ModelConfig.from_dict(SMALL), threading.Event()
+    trainer, state_file = Trainer(tokenizer, config), tmp_path / "state.pt"
+    stop.set()
+    assert not train.train(trainer, state_file, Console(quiet=True), stop)
+    assert trainer.state.step == 1
+    again = Trainer(tokenizer, config)
+    again.resume(state_file)
+    assert again.state == trainer.state
+    stop.clear()
+    assert train.train(again, state_file, Console(quiet=True), stop)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"PK\x03\x04"])
+def test_a_damaged_state_is_refused_by_name(tokenizer: Tokenizer, tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "state.pt").write_bytes(damage)
+    with pytest.raises(IrminsulError, match=r"state\.pt is no state"):
+        Trainer(tokenizer, ModelConfig.from_dict(SMALL)).resume(tmp_path / "state.pt")

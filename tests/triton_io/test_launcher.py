@@ -202,6 +202,9 @@ class TestSettings:
             (["--max-batch-tokens=0"], ["max_batch_tokens", "0", "at least 1"]),
             (["--max-running=-1"], ["max_running", "-1", "at least 1"]),
             (["--capacity-tokens=-5"], ["capacity_tokens", "-5"]),
+            (["--capacity-tokens=10"], ["capacity_tokens is 10", "at least 64"]),
+            (["--stream-interval-ms=nan"], ["stream_interval_ms is nan", "finite"]),
+            (["--device=banana"], ["device is 'banana'; it must be auto, cpu, cuda or cuda:N"]),
             (["--dtype=int8"], ["int8", "bfloat16"]),
             (["--http-port=99999"], ["http port 99999", "--http-port"]),
         ],
@@ -223,6 +226,44 @@ class TestSettings:
         result = subprocess.run([*SERVE, *FREE], capture_output=True, text=True, env=env)
         assert result.returncode == 1
         assert "/nowhere" in result.stderr
+
+
+class TestVariables:
+    @pytest.mark.parametrize(("text", "value"), [("on", True), ("True", True), ("1", True), ("YES", True), ("", False)])
+    def test_a_switch_that_is_understood(self, text: str, value: bool) -> None:
+        assert ServerConfig.from_env({"IRMINSUL_REQUIRE_CACHE_SALT": text}).require_cache_salt is value
+
+    @pytest.mark.parametrize("text", ["0", "False", "no", "OFF"])
+    def test_a_switch_that_is_off(self, text: str) -> None:
+        assert ServerConfig.from_env({"IRMINSUL_REQUIRE_CACHE_SALT": text}).require_cache_salt is False
+
+    @pytest.mark.parametrize("text", ["2", "banana", "tru", "-1"])
+    def test_any_other_word_is_refused(self, text: str) -> None:
+        with pytest.raises(ServerStartError, match=f"IRMINSUL_REQUIRE_CACHE_SALT='{text}' must be one of 1, true"):
+            ServerConfig.from_env({"IRMINSUL_REQUIRE_CACHE_SALT": text})
+
+    @pytest.mark.parametrize("switch", [False, True])
+    def test_there_and_back(self, switch: bool) -> None:
+        config = ServerConfig(require_cache_salt=switch, device="cuda:1", stream_interval_ms=2.5)
+        assert ServerConfig.from_env(config.to_env()) == config
+
+    @pytest.mark.parametrize("name", ["stream_interval_ms", "session_ttl_s", "gpu_memory_fraction"])
+    @pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+    def test_numbers_are_finite(self, name: str, text: str) -> None:
+        variable = f"IRMINSUL_{name.upper()}"
+        with pytest.raises(ServerStartError, match=f"{variable}='{text}' is not a finite number"):
+            ServerConfig.from_env({variable: text})
+        with pytest.raises(ServerStartError, match=f"{name} is {text}; it must be a finite number"):
+            check_config(ServerConfig(**{name: float(text)}))
+
+    @pytest.mark.parametrize("device", ["", "CPU", "cuda:", "cuda:x", "cpu\n"])
+    def test_devices(self, device: str) -> None:
+        with pytest.raises(ServerStartError, match="auto, cpu, cuda or cuda:N"):
+            check_config(ServerConfig(device=device))
+
+    @pytest.mark.parametrize("capacity", [0, 64])
+    def test_the_least_capacity(self, capacity: int) -> None:
+        check_config(ServerConfig(device="cpu", capacity_tokens=capacity))
 
 
 class TestMachine:
