@@ -88,7 +88,7 @@ def build_fields(options: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
     """Tensor name → plain value (str, int, float, bool, or a list of them).
 
     ``options`` are RequestOptions; None counts as not given. Raises TypeError for an unknown name and InvalidRequest
-    if there is not exactly one prompt, messages/tools are not JSON or a list is none. The rest is the server's to judge.
+    if there is not exactly one prompt, messages/tools are not JSON or a list is none. The server judges the rest.
     """
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:

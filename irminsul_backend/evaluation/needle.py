@@ -188,7 +188,7 @@ def run(
             f"length {max(lengths)} is too long: the model has {limit + MAX_TOKENS} positions, and an answer takes "
             f"up to {MAX_TOKENS}; use at most {limit}"
         )
-    # All are made first: a length that cannot be kept shows before the pool takes its memory or an hour of work
+    # All are made first: a length that cannot be kept shows before the pool takes its memory and the hours begin.
     made = {
         length: {h: list(itertools.islice(make_prompts(preparer, length, h, seed), prompts)) for h in HOPS}
         for length in lengths
