@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,84 @@ class TestProblems:
             file.truncate(size)
         assert any(f"{path} is not a readable" in problem for problem in inspect_folder(short)["problems"])
 
+    @pytest.mark.parametrize(
+        ("fields", "part"),
+        [
+            ({"architectures": [["x"]]}, "architectures is [['x']]; understood"),
+            ({"architectures": None, "model_type": ["x"]}, "model_type is ['x']; understood"),
+            ({"rope_theta": 10**400}, "(401 characters); it must be from 1e-30 to 1e+30"),
+            ({"rms_norm_eps": 10**400}, "(401 characters); it must be from 1e-30 to 1e+30"),
+            ({"rope_scaling": {**LITE["rope_scaling"], "beta_fast": 1e-308}}, "rope_scaling.beta_fast is 1e-308"),
+            (
+                {"rope_scaling": {**LITE["rope_scaling"], "original_max_position_embeddings": 1e308}},
+                "rope_scaling.original_max_position_embeddings is 1e+308",
+            ),
+            ({"qk_rope_head_dim": 2 * 10**12}, "qk_rope_head_dim is 2000000000000; it must be at most 100,000"),
+            ({"hidden_size": 10**8}, "hidden_size is 100000000; it must be at most 10,000,000"),
+            ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000; it must be at most 1,000"),
+            ({"n_routed_experts": 10**8}, "n_routed_experts is 100000000; it must be at most 10,000"),
+            ({"num_hidden_layers": 1000, "n_routed_experts": 9000}, "with 1000 layers it must be at most 200"),
+            ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000; it must be at most 1,000"),
+        ],
+    )
+    def test_extreme_values_are_named(self, fields: dict[str, Any], part: str, short: Path) -> None:
+        change(short, **fields)
+        problems = inspect_folder(short, memory=80 * GIB)["problems"]
+        assert any(problem.startswith("config.json: ") and part in problem for problem in problems), problems
+
+    @pytest.mark.parametrize(
+        ("name", "text", "part"),
+        [
+            ("config.json", "[" * 100_000, "nested more than 64 deep"),
+            ("config.json", '{"a":' + "[" * 65 + "]" * 65 + "}", "nested more than 64 deep"),
+            ("model.safetensors.index.json", "[]", "must be an object whose weight_map"),
+            ("model.safetensors.index.json", '{"weight_map": []}', "must be an object whose weight_map"),
+            ("model.safetensors.index.json", '{"weight_map": {"a": 5}}', "weight_map gives a the file 5"),
+            ("tokenizer_config.json", '{"additional_special_tokens": 5}', "additional_special_tokens"),
+            ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "is [1]; it must be an object"),
+            (
+                "tokenizer_config.json",
+                '{"added_tokens_decoder": {"9": {"content": "q", "special": "yes"}}}',
+                "token 9 special = 'yes'; it must be true or false",
+            ),
+            (
+                "tokenizer_config.json",
+                '{"added_tokens_decoder": {"1000000000": {"content": "q"}}}',
+                "id 1000000000; it must be at most 1,000,000",
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("tiktoken", [False, True])
+    def test_malformed_json_is_named(self, name: str, text: str, part: str, tiktoken: bool, short: Path) -> None:
+        (short / name).write_text(text)
+        if tiktoken:
+            (short / "tokenizer.json").unlink()
+            (short / "tiktoken.model").write_text("")
+        problems = inspect_folder(short, memory=80 * GIB)["problems"]
+        assert any(str(short / name) in problem and part in problem for problem in problems), problems
+
+    @pytest.mark.parametrize(
+        ("header", "part"),
+        [
+            ("[]", "its header is []"),
+            ("[" * 100_000, "nested more than 64 deep"),
+            ('{"a": 5}', "shape of a is None"),
+            ('{"a": {"shape": [1e999], "dtype": "F32", "data_offsets": [0, 0]}}', "shape of a is [inf]"),
+            ('{"a": {"shape": [0], "dtype": [], "data_offsets": [0, 0]}}', "dtype of a is []"),
+            ('{"a": {"shape": [0], "dtype": "F32", "data_offsets": [4, 0]}}', "data_offsets of a is [4, 0]"),
+        ],
+    )
+    def test_malformed_headers_are_named(self, header: str, part: str, short: Path) -> None:
+        path = short / "model-00003-of-000004.safetensors"
+        path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+        problems = inspect_folder(short, memory=80 * GIB)["problems"]
+        assert any(f"{path} is not a readable" in problem and part in problem for problem in problems), problems
+
+    def test_an_end_id_beyond_the_vocabulary_is_a_note(self, short: Path) -> None:
+        change(short, eos_token_id=999_999)
+        report = inspect_folder(short, memory=80 * GIB)
+        assert report["servable"] and any("end ids 999999 are never generated" in note for note in report["notes"])
+
 
 class TestCommand:
     def test_text(self, short: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +271,17 @@ class TestCommand:
     def test_no_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["inspect", str(tmp_path / "nowhere")]) == 1
         assert "nowhere does not exist" in capsys.readouterr().out
+
+    def test_a_file_instead_of_a_folder(self, short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["inspect", str(short / "config.json")]) == 1
+        assert "config.json is a file; give the folder" in capsys.readouterr().out
+
+    def test_a_reader_that_has_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as closed:
+            monkeypatch.setattr(sys, "stdout", closed)
+            assert main(["inspect", str(DEMO_MODEL), "--json"]) == 0
 
     def test_the_shipped_model_can_be_served(self) -> None:
         assert main(["inspect", str(DEMO_MODEL)]) == 0

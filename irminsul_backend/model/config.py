@@ -265,7 +265,11 @@ def _weight_block_size(read: FieldReader) -> tuple[int, int] | None:
     inner = FieldReader(quantization, "quantization_config.", read.problems)
     inner.choice("quant_method", ("fp8",))
     block = quantization.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and all(type(size) is int and 0 < size <= MAX_SIZE for size in block):
+    if (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(size) is int and 0 < size <= MAX_SIZE for size in block)
+    ):
         return block[0], block[1]
     if not inner.bad:
         inner.refuse("weight_block_size", "it must be two sizes, such as [128, 128]")

@@ -76,7 +76,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             entries = parse_json(file.read(length))
         if not isinstance(entries, dict):
             raise ValueError(f"its header is {shown(entries)}; it must be an object")
-        tensors = {name: _tensor_info(name, entry, path.name) for name, entry in entries.items() if name != "__metadata__"}
+        tensors = {
+            name: _tensor_info(name, entry, path.name) for name, entry in entries.items() if name != "__metadata__"
+        }
         end = 8 + length + max((entry["data_offsets"][1] for n, entry in entries.items() if n in tensors), default=0)
         if end != size:
             raise ValueError(f"it holds {size} bytes, its header describes {end}")
@@ -88,7 +90,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def _tensor_info(name: str, entry: Any, file: str) -> TensorInfo:
     """Raises ValueError naming the tensor and the field."""
     fields = entry if isinstance(entry, dict) else {}
-    shape, dtype, offsets = fields.get("shape"), fields.get("dtype"), fields.get("data_offsets")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    dtype = fields.get("dtype")
     for field, value in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
             raise ValueError(f"{field} of {name} is {shown(value)}; it must be a list of integers, 0 or more")
@@ -105,10 +109,7 @@ def _tensor_info(name: str, entry: Any, file: str) -> TensorInfo:
 def _file_names(folder: Path) -> list[str]:
     index = folder / INDEX
     try:
-        if index.is_file():
-            names = _indexed_files(parse_json(index.read_text(encoding="utf-8")))
-        else:
-            names = [SINGLE]
+        names = _indexed_files(parse_json(index.read_text(encoding="utf-8"))) if index.is_file() else [SINGLE]
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"{index} is not a safetensors index: {error}; download it again") from error
     if missing := [name for name in names if not (folder / name).is_file()]:

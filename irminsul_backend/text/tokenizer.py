@@ -154,6 +154,7 @@ def _end_ids(path: Path) -> list[int]:
     for i in ids:
         if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < 2**31:
             raise UnsupportedModelError(
-                f"eos_token_id in {path} is {shown(value)}; it must be an id, a list of ids or null (ids are 0 to 2**31 - 1)"
+                f"eos_token_id in {path} is {shown(value)}; it must be an id, a list of ids or null "
+                "(ids are 0 to 2**31 - 1)"
             )
     return ids
