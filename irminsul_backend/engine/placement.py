@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import psutil
 import torch
@@ -30,9 +32,11 @@ def resolve_device(config: ServerConfig) -> tuple[str, torch.dtype]:
     """Device and dtype that `auto` means here.
 
     Raises:
-        ServerStartError: a device that is not there, an unknown dtype, a memory fraction out of range.
+        ServerStartError: an unknown device or one that is not there, an unknown dtype, a memory fraction out of range.
     """
     device = config.device
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device):
+        raise ServerStartError(f"device is {device!r}; it must be auto, cpu, cuda or cuda:N")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():

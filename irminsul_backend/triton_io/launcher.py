@@ -194,8 +194,6 @@ def check_config(config: ServerConfig) -> None:
         raise ServerStartError(
             f"capacity_tokens is {config.capacity_tokens}; it must be at least {LEAST_CAPACITY}, or 0 (automatic)"
         )
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", config.device):
-        raise ServerStartError(f"device is {config.device!r}; it must be auto, cpu, cuda or cuda:N")
     resolve_device(config)
     if not 0 < config.session_ttl_s <= MAX_SESSION_TTL_S:
         raise ServerStartError(

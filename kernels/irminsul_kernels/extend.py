@@ -13,11 +13,11 @@ not fit one program's registers, and with 64 pairs the two warpgroups compute th
 no spills, no layout conversion of the weights, and half the instructions per pair.
 
 A row is read once per program, its c_KV serves as key and as value, and k_r is rotated by δ = position - base on the
-way. The rotation is on the key's side: a tile has 128 (token, head) pairs and only 32 keys, so turning the queries would
-cost four times as much, and δ may differ from row to row. Instructions of one 32-key tile (16 heads, 512 + 64, bf16,
-sm_90, `python -m irminsul_kernels.aot --kernel extend`): 696 without rotation, 760 (+9.2 %) with it. A branch around it
-made that 726 where every δ is 0 and 783 (+12.5 %) elsewhere. Tiles of 64 pairs have half the threads for as many keys:
-736 and 853 (+16 %).
+way. The rotation is on the key's side: a tile has 128 (token, head) pairs and only 32 keys, so turning the queries
+would cost four times as much, and δ may differ from row to row. Instructions of one 32-key tile (16 heads, 512 + 64,
+bf16, sm_90, `python -m irminsul_kernels.aot --kernel extend`): 696 without rotation, 760 (+9.2 %) with it. A branch
+around it made that 726 where every δ is 0 and 783 (+12.5 %) elsewhere. Tiles of 64 pairs have half the threads for as
+many keys: 736 and 853 (+16 %).
 
 Bytes moved: (R + d) * itemsize + 8 per key and tile, 2 R + d numbers per query; from about 8 tokens on (16 heads) the
 products, 2 (2 R + d) a pair and key, take longer.
