@@ -10,22 +10,17 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from irminsul_kernels.decode import decode_attention, plan_splits, supports, tuning, workspace_size
+from irminsul_kernels.decode import decode_attention, plan_splits, tuning, workspace_size
 from torch import Tensor
 
 from irminsul_backend.engine.batch import DecodeBuffer, Piece, batch_buckets, bucket_of, pinned
-from irminsul_backend.model import MLAModel, ModelConfig
+from irminsul_backend.model import MLAModel
 
 log = logging.getLogger(__name__)
 
 USUAL_KEYS = 4096
 """Keys of the longest sequence that the graphs captured at the start are laid out for."""
 LEAST_KEYS = 512
-
-
-def decodes(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether the decode kernel has a configuration for the model."""
-    return supports(config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim, dtype)
 
 
 class _DecodeContext:
@@ -116,7 +111,7 @@ class Decoder:
     def _splits(self, bucket: int, longest: int) -> int:
         """Splits for sequences of up to the next power of two: few different ones, so few graphs."""
         config = self.model.config
-        tune = tuning(config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim, self._arch)
+        tune = tuning(config.kv_lora_rank, self._arch)
         keys = max(LEAST_KEYS, 1 << (longest - 1).bit_length())
         return plan_splits(bucket, config.num_heads, keys, self._num_sms, tune)
 

@@ -66,11 +66,13 @@ class ModelRunner:
         self.rows = torch.zeros(config.num_layers, slots, config.row_size, dtype=model.dtype, device=model.device)
         self._turns, self._base, self._decoder = config.rope.turns, None, None
         if self.use_kernels:
-            from irminsul_backend.engine.decoder import Decoder, decodes
+            from irminsul_kernels.decode import supports
+
+            from irminsul_backend.engine.decoder import Decoder
 
             self._turns = self._turns.to(model.device)
             self._base = torch.zeros(slots, dtype=torch.int32, device=model.device)
-            if decodes(config, model.dtype):
+            if supports(config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim, model.dtype):
                 self._decoder = Decoder(model, self.rows, self._base, self._turns, max_running)
 
     def enter_thread(self) -> None:

@@ -298,13 +298,6 @@ def document_role(preparer: PromptPreparer) -> str:
     )
 
 
-def first_hop(question: str, documents: str) -> str:
-    """What "the B of C" in "What is the A of the B of C?" is, by the documents; empty for single-hop questions."""
-    asked = re.fullmatch(r"What is the \w+ of (the \w+ of \w+)\?", question)
-    known = asked and re.search(rf"\b{asked[1]} is (\w+)\.", documents, re.IGNORECASE)
-    return known[1] if known else ""
-
-
 def _prompt(preparer: PromptPreparer, needle: Needle, role: str, header: str) -> Prompt:
     system, *rest = needle.messages
     documents = [{**m, "role": role} for m in rest if m["role"] == "doc"]
@@ -317,7 +310,7 @@ def _prompt(preparer: PromptPreparer, needle: Needle, role: str, header: str) ->
         unasked=_fields(needle, [system, *documents, *history]),
         tokens=len(preparer.prepare({**fields, "max_tokens": 1}, "size", start=True, end=True).token_ids),
         answer=needle.question.answer,
-        first_hop=first_hop(needle.question.text, text),
+        first_hop=needle.question.bridge,
         documents=text,
     )
 

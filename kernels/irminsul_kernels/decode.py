@@ -50,7 +50,7 @@ LOOKAHEAD = 1024
 """Rows among which the next change of δ is looked for at a time."""
 
 
-def tuning(heads: int, rank: int, rope_dim: int, arch: int) -> DecodeTuning:
+def tuning(rank: int, arch: int) -> DecodeTuning:
     """Launch parameters; `arch` is the compute capability, 90 for 9.0."""
     block_h = 16  # 32 spill registers; blocks of one sequence run side by side and share its rows in the L2 cache
     # two tiles of rows and the queries have to fit into shared memory: 163 KB on 8.0, 227 KB on 9.0 and 10.0
@@ -331,7 +331,7 @@ def decode_attention(
         return out.copy_(result), lse.copy_(result_lse)
     if batch == 0:
         return out, lse
-    tune = tuning(heads, rank, rope_dim, architecture(rows.device))
+    tune = tuning(rank, architecture(rows.device))
     splits = num_splits or plan_splits(batch, heads, max_length, multiprocessors(rows.device), tune)
     part, part_lse = out, lse
     if splits > 1:
@@ -402,7 +402,7 @@ def aot_configs(arch: int) -> list[KernelConfig]:
     scalars = dict(scale="fp32", heads="i32", num_splits="i32")
     configs = []
     for heads, rank, rope_dim, dtype in ((16, 512, 64, "bf16"), (16, 512, 64, "fp16"), (16, 256, 32, "bf16")):
-        tune = tuning(heads, rank, rope_dim, arch)
+        tune = tuning(rank, arch)
         data = dict.fromkeys(("q_latent", "q_rope", "rows"), f"*{dtype}") | pointers
         constexprs: dict[str, Any] = dict(
             R=rank, D=rope_dim, BLOCK_H=tune.block_h, BLOCK_N=tune.block_n, AHEAD=LOOKAHEAD, ROTATE=True,

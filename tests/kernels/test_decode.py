@@ -247,15 +247,15 @@ class TestReference:
 
 class TestPlan:
     def test_one_long_sequence_fills_the_device(self) -> None:
-        assert 64 < plan_splits(1, 16, 131_072, 132, tuning(16, 512, 64, 90)) <= 128
+        assert 64 < plan_splits(1, 16, 131_072, 132, tuning(512, 90)) <= 128
 
     def test_many_sequences_make_one_wave(self) -> None:
-        assert plan_splits(64, 16, 8192, 132, tuning(16, 512, 64, 90)) == 2
-        assert plan_splits(132, 16, 8192, 132, tuning(16, 512, 64, 90)) == 1
+        assert plan_splits(64, 16, 8192, 132, tuning(512, 90)) == 2
+        assert plan_splits(132, 16, 8192, 132, tuning(512, 90)) == 1
 
     def test_short_sequences_are_not_split(self) -> None:
-        assert plan_splits(1, 16, 100, 132, tuning(16, 512, 64, 90)) == 1
-        assert plan_splits(1, 16, 0, 132, tuning(16, 512, 64, 90)) == 1
+        assert plan_splits(1, 16, 100, 132, tuning(512, 90)) == 1
+        assert plan_splits(1, 16, 0, 132, tuning(512, 90)) == 1
 
 
 class TestBadInput:

@@ -194,7 +194,7 @@ class DecodeRun:
         batch, self.heads, rank = q_latent.shape
         device = q_latent.device
         arch, longest = architecture(device), max(scene.lengths)
-        self.tune = tuning(self.heads, rank, ROPE, arch)
+        self.tune = tuning(rank, arch)
         self.splits = plan_splits(batch, self.heads, longest, multiprocessors(device), self.tune)
         self.longest = longest
         self.workspace = torch.empty(max(1, workspace_size(batch, self.heads, rank, self.splits)), device=device)
