@@ -12,7 +12,7 @@ STAMP := $(VENV)/.irminsul-setup
 setup: $(STAMP)
 
 # The stamp goes in last: an installation that was cut short is taken up again.
-$(STAMP): requirements.txt requirements-server.txt pyproject.toml client/pyproject.toml kernels/pyproject.toml
+$(STAMP): requirements.txt requirements-server.txt pyproject.toml client/pyproject.toml kernels/pyproject.toml loadtest/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
 	  echo "irminsul needs Python 3.10, 3.11 or 3.12; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." \
 	       "Name another one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
@@ -21,7 +21,7 @@ $(STAMP): requirements.txt requirements-server.txt pyproject.toml client/pyproje
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements-server.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
-	  -e kernels -e client -e .
+	  -e kernels -e client -e loadtest -e .
 	@touch $@
 
 demo: setup
@@ -31,15 +31,15 @@ test: lint
 	$(BIN)/python -m pytest
 
 loadtest: setup
-	@$(BIN)/python -m irminsul_backend.triton_io.with_server \
+	@$(BIN)/python -m irminsul_backend.triton_io.server.with_server \
 	  $(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --users $(USERS) --run-time $(SECONDS)s
 
 bench: setup
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m irminsul_backend.bench
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m irminsul_backend.benchmarks
 
 # registers, spills, shared memory and instructions of every GPU kernel, compiled without a GPU
 kernels: setup
-	@$(BIN)/python -m irminsul_kernels.aot
+	@$(BIN)/python -m irminsul_kernels.tools.aot
 
 # the shipped model, from nothing: on a GPU if there is one
 train: setup

@@ -20,9 +20,9 @@ from typing import Any
 import gevent
 import grpc.experimental.gevent
 from irminsul_client import Client, IrminsulClientError, ServerUnavailable, Session
-from irminsul_client.scenarios import SCENARIOS, apply_scenario
-from irminsul_client.synthetic import synthetic_sessions
-from irminsul_client.traces import Message, TraceSession, read_trace
+from irminsul_traffic.scenarios import SCENARIOS, apply_scenario
+from irminsul_traffic.synthetic import synthetic_sessions
+from irminsul_traffic.traces import Message, TraceSession, read_trace
 from locust import User, between, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment

@@ -11,17 +11,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from irminsul_traffic import replay as replaying
+from irminsul_traffic.scenarios import SCENARIOS, apply_scenario
+from irminsul_traffic.traces import TraceSession, read_trace
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from irminsul_client import replay as replaying
 from irminsul_client._client import Client, collect, default_url
 from irminsul_client._http import HTTPClient, default_http_url
 from irminsul_client._types import Chunk, Usage
 from irminsul_client.errors import InvalidRequest, IrminsulClientError, ServerUnavailable, TraceError
-from irminsul_client.scenarios import SCENARIOS, apply_scenario
-from irminsul_client.traces import TraceSession, read_trace
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

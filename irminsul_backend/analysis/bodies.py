@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from irminsul_client.traces import Message
+from irminsul_traffic.traces import Message
 
 from irminsul_backend.errors import InvalidRequestError
 

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from irminsul_client.traces import Message
+from irminsul_traffic.traces import Message
 
 Part = tuple[str, str]
 """(role, text)"""

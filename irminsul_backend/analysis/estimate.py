@@ -9,7 +9,7 @@ from typing import Any
 
 from irminsul_backend.analysis.results import PromptResult, ReplayResult
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.text.folder import read_json
+from irminsul_backend.hub.tokenizer_files import read_json
 
 H200_BF16_DENSE_PEAK = 989e12
 """FLOP/s, NVIDIA's data sheet."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from irminsul_client.scenarios import FIXED_ROLES
-from irminsul_client.traces import Message
+from irminsul_traffic.scenarios import FIXED_ROLES
+from irminsul_traffic.traces import Message
 
 from irminsul_backend.analysis.causes import common_beginning
 

@@ -2,9 +2,9 @@
 
 from irminsul_backend.cache.bound import GramBound
 from irminsul_backend.cache.cache import Admission, PICache
+from irminsul_backend.cache.cached_sequence import CachedSequence
 from irminsul_backend.cache.planner import Segment, plan
 from irminsul_backend.cache.registry import Registry
-from irminsul_backend.cache.sequence import CachedSequence
 from irminsul_backend.cache.slots import SlotPool
 
 __all__ = ["Admission", "CachedSequence", "GramBound", "PICache", "Registry", "Segment", "SlotPool", "plan"]

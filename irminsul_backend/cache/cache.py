@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from irminsul_backend.cache.cached_sequence import CachedSequence
 from irminsul_backend.cache.planner import Segment, plan
 from irminsul_backend.cache.registry import Registry
-from irminsul_backend.cache.sequence import CachedSequence
 from irminsul_backend.cache.slots import SlotPool
 from irminsul_backend.chunking import Preset
 from irminsul_backend.errors import CapacityError

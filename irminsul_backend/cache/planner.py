@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from irminsul_backend.cache.cached_sequence import CachedSequence
 from irminsul_backend.cache.registry import SINK_TOKENS, Place, Registry, s1_windows
-from irminsul_backend.cache.sequence import CachedSequence
 from irminsul_backend.chunking import chunk_starts
 
 

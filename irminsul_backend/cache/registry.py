@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from irminsul_backend.cache.sequence import CachedSequence
+from irminsul_backend.cache.cached_sequence import CachedSequence
 from irminsul_backend.chunking import fingerprint
 
 PREFIX_BLOCK = 16

@@ -20,8 +20,8 @@ from irminsul_backend.chunking import PRESETS, Preset, cut, fingerprint
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.engine.placement import check_weights_fit, resolve_capacity, resolve_device
 from irminsul_backend.engine.runner import ModelRunner
-from irminsul_backend.engine.sampling import sample, sample_on_device
-from irminsul_backend.engine.sequence import RunningSequence
+from irminsul_backend.engine.running_sequence import RunningSequence
+from irminsul_backend.engine.sampler import sample, sample_on_device
 from irminsul_backend.errors import CapacityError, InvalidRequestError, ServerStartError
 from irminsul_backend.model import MLAModel, load_model
 from irminsul_backend.protocol import Event, FinishReason, GenerationRequest

@@ -11,10 +11,10 @@ import torch
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.engine.batch import Piece
 from irminsul_backend.engine.runner import ModelRunner
-from irminsul_backend.engine.sampling import Sampler, sample
+from irminsul_backend.engine.sampler import Sampler, sample
 from irminsul_backend.errors import ServerStartError
 from irminsul_backend.model import MLAModel, ModelConfig
-from irminsul_backend.model.config import read_config
+from irminsul_backend.model.model_config import read_config
 from irminsul_backend.model.weights import memory_bytes
 from irminsul_backend.protocol import GenerationRequest, SamplingParams
 

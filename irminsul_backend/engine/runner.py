@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from irminsul_kernels import AttentionLayout, build_layout, mla_attention
-from irminsul_kernels.mla_attention import KERNEL_ARCHITECTURES
+from irminsul_kernels.attention.mla_attention import KERNEL_ARCHITECTURES
 from torch import Tensor
 
 from irminsul_backend.engine.batch import Piece, upload_together
@@ -66,7 +66,7 @@ class ModelRunner:
         self.rows = torch.zeros(config.num_layers, slots, config.row_size, dtype=model.dtype, device=model.device)
         self._turns, self._base, self._decoder = config.rope.turns, None, None
         if self.use_kernels:
-            from irminsul_kernels.decode import supports
+            from irminsul_kernels.attention.decode import supports
 
             from irminsul_backend.engine.decoder import Decoder
 

@@ -19,12 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from irminsul_traffic.facts import FILLER_TOKENS, Message, Needle, NeedleMaker
+
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.engine import Engine
 from irminsul_backend.errors import InvalidRequestError, IrminsulError, UnsupportedModelError
-from irminsul_backend.preparation import PromptPreparer
+from irminsul_backend.frontend.chunker import PromptPreparer
 from irminsul_backend.protocol import Event
-from irminsul_backend.training.needles import FILLER_TOKENS, Message, Needle, NeedleMaker
 
 HOPS = (1, 2)
 IN_FLIGHT = 8

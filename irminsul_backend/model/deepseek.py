@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from irminsul_kernels import rotate
 
 from irminsul_backend.errors import InvalidRequestError, UnsupportedModelError
-from irminsul_backend.model.config import ModelConfig
 from irminsul_backend.model.dense import DenseContext
+from irminsul_backend.model.model_config import ModelConfig
 from irminsul_backend.model.moe import MLP, MoE
 from irminsul_backend.model.progress import LoadProgress
 from irminsul_backend.model.weights import Checkpoint
@@ -56,7 +56,7 @@ def has_row_kernel(x: torch.Tensor) -> bool:
 
 def _rows_by_kernel(kv: torch.Tensor, norm: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """kv [T, R + dr], as it is projected -> rows [T, R + dr]: c_KV after its norm, then k_r rotated."""
-    from irminsul_kernels.norm import write_rows
+    from irminsul_kernels.ops.norm import write_rows
 
     rows = kv.new_empty(kv.shape)
     places = torch.arange(len(kv), dtype=torch.int32, device=kv.device)

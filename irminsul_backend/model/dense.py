@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from irminsul_kernels import build_layout, mla_attention
 
-from irminsul_backend.model.config import ModelConfig
+from irminsul_backend.model.model_config import ModelConfig
 
 
 class DenseContext:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.model.config import ModelConfig
+from irminsul_backend.model.model_config import ModelConfig
 from irminsul_backend.model.weights import Checkpoint
 
 HAS_TRITON = find_spec("triton") is not None
@@ -17,7 +17,7 @@ HAS_TRITON = find_spec("triton") is not None
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up: [..., 2 * inner] contiguous -> [..., inner]"""
     if gate_up.is_cuda and HAS_TRITON:
-        from irminsul_kernels.activation import silu_gate
+        from irminsul_kernels.ops.activation import silu_gate
 
         return silu_gate(gate_up)  # one launch that moves 3 numbers for each result, where torch's two move 5
     gate, up = gate_up.chunk(2, dim=-1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from irminsul_backend.model.config import ModelConfig
+from irminsul_backend.model.model_config import ModelConfig
 from irminsul_backend.model.weights import expected_shapes
 
 GAINS = {

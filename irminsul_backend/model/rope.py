@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from irminsul_kernels import cos_sin, turns_per_position
 
-from irminsul_backend.model.fields import FieldReader
+from irminsul_backend.hub.config_fields import FieldReader
 
 DEFAULT_THETA = 10_000.0
 PLAIN_FIELDS = {"type", "rope_type", "rope_theta"}

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.model.config import ModelConfig
-from irminsul_backend.model.folder import FLOAT8, FLOATS, LISTED, ModelFolder, TensorInfo
+from irminsul_backend.hub.weight_files import FLOAT8, FLOATS, LISTED, ModelFolder, TensorInfo
+from irminsul_backend.model.model_config import ModelConfig
 
 SCALE = "_scale_inv"
 """Suffix of a float8 weight's block scales: value = weight * scale of its block (published DeepSeek-V3)."""

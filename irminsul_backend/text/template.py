@@ -14,7 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from irminsul_backend.errors import InvalidRequestError, UnsupportedModelError
-from irminsul_backend.text.folder import read_optional_json, read_text, special_tokens
+from irminsul_backend.hub.tokenizer_files import read_optional_json, read_text, special_tokens
 
 
 class ChatTemplate:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.text.folder import added_tokens, named_tokens
+from irminsul_backend.hub.tokenizer_files import added_tokens, named_tokens
 from irminsul_backend.text.library import AddedText
 from irminsul_backend.text.splitting import AddedTokenSplitter
 

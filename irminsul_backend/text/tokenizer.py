@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.json_file import shown
+from irminsul_backend.hub.json_file import shown
+from irminsul_backend.hub.tokenizer_files import added_tokens, named_tokens, read_optional_json, token_text
 from irminsul_backend.text import tiktoken_library, tokenizers_library
-from irminsul_backend.text.folder import added_tokens, named_tokens, read_optional_json, token_text
 from irminsul_backend.text.library import Library
 from irminsul_backend.text.memo import SegmentMemo
 

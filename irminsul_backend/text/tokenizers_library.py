@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.text.folder import FLAGS, added_tokens, read_text
+from irminsul_backend.hub.tokenizer_files import FLAGS, added_tokens, read_text
 from irminsul_backend.text.library import AddedText
 from irminsul_backend.text.splitting import AddedTokenSplitter
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from irminsul_backend.training.words import PEOPLE, PERSON_ATTRIBUTES, RELATIONS, THING_ATTRIBUTES, THINGS, VALUES
+from irminsul_traffic.words import PEOPLE, PERSON_ATTRIBUTES, RELATIONS, THING_ATTRIBUTES, THINGS, VALUES
 
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "ensurepip"}
 MAX_FILE_BYTES = 300_000

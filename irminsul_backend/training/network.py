@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from irminsul_backend.model.config import ModelConfig
 from irminsul_backend.model.deepseek import LATENT_EPS
+from irminsul_backend.model.model_config import ModelConfig
 from irminsul_backend.model.weights import expected_shapes
 
 SHORT = 512

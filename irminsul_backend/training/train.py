@@ -1,6 +1,6 @@
 """Train the shipped model: `python -m irminsul_backend.training.train`.
 
-Lessons are sessions full of questions (:mod:`irminsul_backend.training.needles`); the loss is on the replies alone,
+Lessons are sessions full of questions (:mod:`irminsul_traffic.facts`); the loss is on the replies alone,
 the only tokens that can be known. First few names, then all; single-hop questions, then multi-hop ones; whenever the
 accuracy passes the bar, the next stage, with sessions of twice the length. Every lesson is new, so the accuracy shown
 is on unseen prompts. Stop it at any time: it goes on where it was from the state file in the work folder.
@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from irminsul_traffic.facts import NeedleMaker
+from irminsul_traffic.words import THINGS
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors.torch import save_file
@@ -29,11 +31,16 @@ from torch import Tensor
 
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.errors import IrminsulError
-from irminsul_backend.model.config import ModelConfig
-from irminsul_backend.training.needles import NeedleMaker
+from irminsul_backend.model.model_config import ModelConfig
 from irminsul_backend.training.network import Network, initial_weights
-from irminsul_backend.training.tokenizer import BEGIN, END, SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer, train_tokenizer
-from irminsul_backend.training.words import THINGS
+from irminsul_backend.training.train_tokenizer import (
+    BEGIN,
+    END,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 SEED = 20250501
 CONFIG: dict[str, Any] = {

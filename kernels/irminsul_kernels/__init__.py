@@ -8,8 +8,8 @@ others, need the `triton` package: `decode`, `extend` and `expanded` (attention)
 slots), `activation` (SiLU gate), `sampling`.
 """
 
-from irminsul_kernels.mla_attention import AttentionLayout, build_layout, expanded_threshold, mla_attention
-from irminsul_kernels.rotation import cos_sin, rotate, turns_per_position
+from irminsul_kernels.attention.mla_attention import AttentionLayout, build_layout, expanded_threshold, mla_attention
+from irminsul_kernels.ops.rotation import cos_sin, rotate, turns_per_position
 
 __all__ = [
     "AttentionLayout",

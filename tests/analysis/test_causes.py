@@ -6,8 +6,8 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from irminsul_client.scenarios import apply_scenario
-from irminsul_client.synthetic import synthetic_sessions
+from irminsul_traffic.scenarios import apply_scenario
+from irminsul_traffic.synthetic import synthetic_sessions
 
 from irminsul_backend.analysis.causes import CAUSES, Part, classify, common_beginning, likeness, parts_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import zstandard
 from irminsul_client.errors import TraceError
-from irminsul_client.scenarios import apply_scenario
-from irminsul_client.synthetic import synthetic_sessions
+from irminsul_traffic.scenarios import apply_scenario
+from irminsul_traffic.synthetic import synthetic_sessions
 
 from irminsul_backend.analysis.readers import PromptLog, interleaved, read_log
 from irminsul_backend.errors import InvalidRequestError

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from irminsul_client import Client, HTTPClient, InvalidRequest, RequestTimeout
-from irminsul_client.replay import ReplayOptions, replay, summarise
-from irminsul_client.scenarios import apply_scenario
-from irminsul_client.synthetic import synthetic_sessions
+from irminsul_traffic.replay import ReplayOptions, replay, summarise
+from irminsul_traffic.scenarios import apply_scenario
+from irminsul_traffic.synthetic import synthetic_sessions
 
 pytestmark = pytest.mark.server
 

@@ -8,7 +8,7 @@ import sys
 
 def test_needs_neither_torch_nor_the_server() -> None:
     program = (
-        "import sys, irminsul_client, irminsul_client.cli, irminsul_client.synthetic;"
+        "import sys, irminsul_client, irminsul_client.cli, irminsul_traffic.synthetic;"
         "bad = {'torch', 'irminsul_backend', 'irminsul_kernels', 'transformers'} & set(sys.modules);"
         "sys.exit(f'imported: {bad}' if bad else 0)"
     )

@@ -58,7 +58,7 @@ class TestDockerfile:
         assert arguments("EXPOSE") == [" ".join(PORTS)]
 
     def test_the_command_knows_these_flags(self) -> None:
-        from irminsul_backend import cli
+        from irminsul_backend.commands import main as cli
 
         source = Path(cli.__file__).read_text(encoding="utf-8")
         assert '"--host"' in source
@@ -77,14 +77,14 @@ class TestDockerfile:
         patterns = (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n")
         allowed = {line[1:] for line in patterns if line.startswith("!")}
         sources = [source for copy in arguments("COPY") for source in copy.split()[:-1]]
-        assert {"kernels", "client", "irminsul_backend", "model_repository"} <= set(sources)
+        assert {"kernels", "client", "loadtest", "irminsul_backend", "model_repository"} <= set(sources)
         for source in sources:
             assert (ROOT / source).exists(), source
         assert set(sources) == allowed
 
     def test_installs_all_packages_with_an_old_numpy(self) -> None:
         runs = " ".join(arguments("RUN"))
-        assert '"numpy<2" ./kernels ./client ".[serve]"' in runs
+        assert '"numpy<2" ./kernels ./client ./loadtest ".[serve]"' in runs
         for folder in (".", "client", "kernels"):
             assert re.search(r'"numpy>=[\d.]+,<2"', (ROOT / folder / "pyproject.toml").read_text(encoding="utf-8")), (
                 folder
@@ -146,7 +146,7 @@ class TestCompose:
 
     def test_shared_memory_is_enough(self, compose: dict[str, Any]) -> None:
         from irminsul_backend.config import ServerConfig
-        from irminsul_backend.triton_io.installation import shared_memory_needed
+        from irminsul_backend.triton_io.server.installation import shared_memory_needed
 
         needed = shared_memory_needed(ServerConfig().max_text_bytes)
         for name in ("irminsul-cpu", "irminsul-gpu"):

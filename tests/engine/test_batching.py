@@ -188,7 +188,7 @@ class TestSampling:
             if self.params.top_k == 7:
                 raise RuntimeError("no such thing")
 
-        monkeypatch.setattr("irminsul_backend.engine.sampling.Sampler.adjust", broken)
+        monkeypatch.setattr("irminsul_backend.engine.sampler.Sampler.adjust", broken)
         bad = served.submit(text(50), max_tokens=30, sampling={"top_k": 7})
         with pytest.raises(AssertionError, match="sampling failed: RuntimeError: no such thing"):
             bad.result()

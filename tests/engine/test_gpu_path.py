@@ -22,7 +22,7 @@ from irminsul_backend.config import ServerConfig
 from irminsul_backend.engine import resolve_device
 from irminsul_backend.engine.batch import DecodeBuffer, Piece, batch_buckets, bucket_of, upload_together
 from irminsul_backend.engine.placement import GIB, gpu_capacity, refuse_weights, trial_step
-from irminsul_backend.engine.sampling import Sampler, sample, sample_on_device
+from irminsul_backend.engine.sampler import Sampler, sample, sample_on_device
 from irminsul_backend.errors import ServerStartError
 from irminsul_backend.model import MLAModel, load_model
 from irminsul_backend.protocol import GenerationRequest, SamplingParams

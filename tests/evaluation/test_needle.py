@@ -17,7 +17,7 @@ from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.errors import InvalidRequestError, IrminsulError, UnsupportedModelError
 from irminsul_backend.evaluation import needle
 from irminsul_backend.evaluation.needle import Answer, Generator, Prompt, evaluate, make_prompts, wilson
-from irminsul_backend.preparation import PromptPreparer
+from irminsul_backend.frontend.chunker import PromptPreparer
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from irminsul_backend.engine.runner import ModelRunner, Piece
 from irminsul_backend.errors import UnsupportedModelError
 from irminsul_backend.model import ModelConfig, load_model
-from irminsul_backend.model.config import unused_fields
+from irminsul_backend.model.model_config import unused_fields
 from irminsul_backend.model.moe import Router
 from irminsul_backend.model.weights import expected_shapes
 

@@ -13,7 +13,7 @@ import pytest
 from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.engine import Engine
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.preparation import PromptPreparer
+from irminsul_backend.frontend.chunker import PromptPreparer
 from irminsul_backend.protocol import Event, GenerationRequest
 from irminsul_backend.text import Tokenizer
 

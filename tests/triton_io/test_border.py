@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from irminsul_backend.errors import InvalidRequestError
-from irminsul_backend.fields import KNOWN_FIELDS
+from irminsul_backend.frontend.inputs import KNOWN_FIELDS
 from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams, Usage
 from irminsul_backend.triton_io import tensors
 from irminsul_backend.triton_io.events import Outgoing, hold_back, merge, pack_event, unpack_event
-from irminsul_backend.triton_io.launcher import MAX_SESSION_TTL_S, find_model_repository
+from irminsul_backend.triton_io.server.launcher import MAX_SESSION_TTL_S, find_model_repository
 from irminsul_backend.triton_io.tensors import TensorSpec, from_array, to_array
 
 REPOSITORY = find_model_repository()

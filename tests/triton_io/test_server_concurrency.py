@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from irminsul_backend.triton_io.launcher import Server
+from irminsul_backend.triton_io.server.launcher import Server
 
 pytestmark = pytest.mark.server
 

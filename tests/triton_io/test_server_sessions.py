@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from irminsul_backend.config import ServerConfig
-from irminsul_backend.triton_io.launcher import Server, running_server
+from irminsul_backend.triton_io.server.launcher import Server, running_server
 
 pytestmark = pytest.mark.server
 

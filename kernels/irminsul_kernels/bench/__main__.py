@@ -25,7 +25,7 @@ PARTS = {
     "small": "norms, new rows, gate, sampling",
     "engine": "a model of DeepSeek-V2-Lite's shapes with random weights: time to first token, tokens/s, joules",
 }
-ENGINE_MODULE = "irminsul_backend.engine_bench"
+ENGINE_MODULE = "irminsul_backend.benchmarks.gpu_engine"
 """Has `run(report)`. It lies above this package, so it is looked for, not imported."""
 ATTENTION = ("decode", "extend")
 
@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(parts: Sequence[str], device: torch.device) -> Report:
     """Run the parts, in the table's order. What cannot run here is skipped with a reason."""
+    from irminsul_kernels.attention.mla_attention import KERNEL_ARCHITECTURES
     from irminsul_kernels.bench.timing import Ceilings, Timer, measure_copy, measure_matmul
-    from irminsul_kernels.mla_attention import KERNEL_ARCHITECTURES
 
     began = time.monotonic()
     report = Report(machine=describe(device))

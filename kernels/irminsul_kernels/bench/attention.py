@@ -12,19 +12,19 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from irminsul_kernels.aot import KernelConfig
+from irminsul_kernels.attention.decode import aot_configs as decode_configs
+from irminsul_kernels.attention.decode import decode_attention, plan_splits, tuning, workspace_size
+from irminsul_kernels.attention.expanded import expanded, expanded_reference
+from irminsul_kernels.attention.extend import aot_configs as extend_configs
+from irminsul_kernels.attention.extend import extend, extend_reference
+from irminsul_kernels.attention.plans import chunk_keys, plan_expanded, plan_extend
 from irminsul_kernels.bench import scenes
 from irminsul_kernels.bench.peers import ADAPTERS
 from irminsul_kernels.bench.report import Bar, Check, Report, Row
 from irminsul_kernels.bench.scenes import NOPE, RANK, ROPE, SCALE, VALUE, Scene, make_scene
 from irminsul_kernels.bench.timing import Ceilings, Timer
-from irminsul_kernels.decode import aot_configs as decode_configs
-from irminsul_kernels.decode import decode_attention, plan_splits, tuning, workspace_size
 from irminsul_kernels.device import architecture
-from irminsul_kernels.expanded import expanded, expanded_reference
-from irminsul_kernels.extend import aot_configs as extend_configs
-from irminsul_kernels.extend import extend, extend_reference
-from irminsul_kernels.plans import chunk_keys, plan_expanded, plan_extend
+from irminsul_kernels.launch import KernelConfig
 
 LIMIT = 2e-3
 """Relative L2 error in bf16."""

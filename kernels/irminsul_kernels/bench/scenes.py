@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from irminsul_kernels.rotation import turns_per_position
+from irminsul_kernels.ops.rotation import turns_per_position
 
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128
 """Sizes of every published model."""

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from irminsul_kernels.activation import silu_gate, silu_gate_reference
 from irminsul_kernels.bench.attention import error
 from irminsul_kernels.bench.report import Check, Report, Row
 from irminsul_kernels.bench.scenes import RANK, ROPE
 from irminsul_kernels.bench.timing import Ceilings, Timer
-from irminsul_kernels.norm import rms_norm, rms_norm_reference, write_rows, write_rows_reference
-from irminsul_kernels.rotation import rotate
-from irminsul_kernels.sampling import sample, sample_reference
+from irminsul_kernels.ops.activation import silu_gate, silu_gate_reference
+from irminsul_kernels.ops.norm import rms_norm, rms_norm_reference, write_rows, write_rows_reference
+from irminsul_kernels.ops.rotation import rotate
+from irminsul_kernels.ops.sampling import sample, sample_reference
 
 TOKENS, HIDDEN, INNER, BATCH, VOCAB = 4096, 2048, 1408, 64, 102_400
 EPS = 1e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from irminsul_backend.triton_io import serving
+from irminsul_backend.triton_io import build as serving
 
 
 class TritonPythonModel:

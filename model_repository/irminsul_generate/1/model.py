@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from irminsul_backend.triton_io import entrances
+from irminsul_backend.triton_io import endpoints as entrances
 
 
 class TritonPythonModel:

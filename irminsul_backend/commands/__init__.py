@@ -1,0 +1,1 @@
+"""The `irminsul` command: one module for each subcommand, put together in `main`."""

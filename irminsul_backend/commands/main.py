@@ -1,0 +1,151 @@
+"""The `irminsul` command: serve, inspect, demo, analyze, eval, and the client's generate and replay."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from irminsul_client import cli as client_cli
+from irminsul_client.errors import IrminsulClientError
+
+from irminsul_backend import __version__
+from irminsul_backend.commands import analyze as analysis_command
+from irminsul_backend.commands import eval as evaluation_command
+from irminsul_backend.config import ServerConfig
+from irminsul_backend.errors import IrminsulError
+
+SETTINGS = {
+    "model": ("DIR", "Hugging Face model folder (default: the small model that ships with Irminsul)"),
+    "preset": ("NAME", "how prompts are cut into chunks: default or paper"),
+    "device": ("NAME", "auto, cpu or cuda"),
+    "dtype": ("NAME", "auto, float32, bfloat16 or float16"),
+    "capacity_tokens": ("N", "tokens the KV cache can hold"),
+    "gpu_memory_fraction": ("SHARE", "share of a GPU's memory that weights and cache may take, 0.9 unless given"),
+    "max_batch_tokens": ("N", "most tokens in one forward pass"),
+    "max_running": ("N", "most requests computed at once"),
+    "max_text_bytes": ("N", "largest prompt text, in bytes"),
+    "stream_interval_ms": ("MS", "least time between two responses of a stream; 0 = every token at once"),
+    "session_ttl_s": ("SECONDS", "an idle session is forgotten after this long"),
+    "threads": ("N", "threads of the engine on the CPU (0 = one per core)"),
+}
+"""Settings that are flags of `serve`; each is also the environment variable IRMINSUL_<NAME>."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="irminsul", description="MLA models on Triton with a KV cache addressed by content."
+    )
+    parser.add_argument("--version", action="version", version=f"irminsul {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(subparsers.add_parser("serve", help="start the server"))
+    _add_inspect(subparsers.add_parser("inspect", help="what a model folder holds and whether it can be served"))
+    demo = subparsers.add_parser("demo", help="see an agent session with and without content reuse")
+    demo.set_defaults(func=_demo)
+    analysis_command.add_arguments(
+        subparsers.add_parser(
+            "analyze", help="what content reuse would save on recorded prompts, and why prefixes break"
+        )
+    )
+    evaluation_command.add_arguments(
+        subparsers.add_parser("eval", help="what reuse does to answers, and rotation to a row's precision")
+    )
+    client_cli.add_commands(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.func(args) or 0)
+    except (IrminsulError, IrminsulClientError) as error:
+        print(f"irminsul: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    from irminsul_backend.triton_io.server.launcher import LOCALHOST, PORTS
+
+    for name, (metavar, text) in SETTINGS.items():
+        default = next(f.default for f in fields(ServerConfig) if f.name == name)
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), metavar=metavar, help=text)
+    parser.add_argument(
+        "--require-cache-salt",
+        action="store_true",
+        default=None,
+        help="without a cache_salt a request shares rows with its own session only",
+    )
+    parser.add_argument("--host", default=LOCALHOST, help=f"address to listen on (default: {LOCALHOST})")
+    for name, port in PORTS.items():
+        parser.add_argument(
+            f"--{name}-port",
+            type=int,
+            metavar="PORT",
+            help=f"default: IRMINSUL_{name.upper()}_PORT or {port}; 0 = any free one",
+        )
+    parser.add_argument("--verbose", action="store_true", help="show all that the server logs, not only its warnings")
+    parser.set_defaults(func=serve)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run a server until it is told to stop by SIGINT, SIGTERM or SIGHUP."""
+    from irminsul_backend.triton_io.server.launcher import MODEL, PORTS, Ports, raise_interrupt, start_server
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, raise_interrupt)
+    names = [*SETTINGS, "require_cache_salt"]
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    config = replace(ServerConfig.from_env(), log_level="INFO" if args.verbose else "WARNING", **given)
+    ports = Ports.from_env(**PORTS)
+    ports = replace(ports, **{n: value for n in PORTS if (value := getattr(args, f"{n}_port")) is not None})
+    server = None
+    try:
+        server = start_server(config, args.host, ports, args.verbose)
+        name = os.path.basename(os.path.abspath(config.model))
+        urls = ", ".join(f"{n} {server.host}:{getattr(server.ports, n)}" for n in PORTS)
+        print(f"{MODEL} ready: model {name}, {urls}", flush=True)
+        code = server.wait()
+        print(f"irminsul: the server ended by itself with exit code {code}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if server is not None:
+            server.stop()
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="Hugging Face model folder; its weights are not read")
+    parser.add_argument(
+        "--memory",
+        type=_positive,
+        metavar="GIB",
+        help="memory for weights and cache (default: the GPU's or, without one, this machine's)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(func=_inspect)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GiB over 0")
+    return value
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from irminsul_backend.commands import inspect
+
+    return inspect.main(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from irminsul_backend.commands import demo
+
+    return int(demo.main(args) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""The chunker's work, without Triton: one request's fields to checked token ids, chunks and a GenerationRequest."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from irminsul_backend.chunking import PRESETS, cut, fingerprint, recut
+from irminsul_backend.config import ServerConfig
+from irminsul_backend.errors import InvalidRequestError, ServerStartError, UnsupportedModelError
+from irminsul_backend.frontend.inputs import RequestFields
+from irminsul_backend.frontend.sessions import CutPrompt, SessionTable
+from irminsul_backend.hub.tokenizer_files import read_json
+from irminsul_backend.protocol import DEFAULT_MAX_TOKENS, REUSE_MODES, GenerationRequest, SamplingParams
+from irminsul_backend.text import ChatTemplate, Encoded, Tokenizer
+from irminsul_backend.text.messages import parse_messages, parse_tools
+
+CUT_MARKER = "<|irminsul_cut|>"
+"""Written into a prompt's text or messages it forces a cut there, so that what it encloses is found as a unit wherever
+it stands (paper, S2). It costs no tokens: it is taken out, and the text on either side is tokenised by itself."""
+PROMPT_FIELDS = ("text_input", "messages", "input_ids")
+
+
+class Prepared(NamedTuple):
+    """What the chunker hands to the engine. The arrays are also kept for the session's next turn: do not write."""
+
+    token_ids: np.ndarray
+    """int32 [n], n >= 1, each within the model's vocabulary."""
+    chunk_ends: np.ndarray
+    """int32 [m], ascending, the last is n."""
+    fingerprints: np.ndarray
+    """uint64 [m]."""
+    request: GenerationRequest
+
+
+class PromptPreparer:
+    """Validates requests, renders, tokenises and cuts their prompts. `prepare` may be called from any thread."""
+
+    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """Load tokenizer, template and limits.
+
+        Args:
+            clock: seconds, for the idle limit of sessions.
+
+        Raises:
+            UnsupportedModelError: the model folder lacks a file or a field; the message names it.
+            ServerStartError: the chunking preset is unknown.
+        """
+        if config.preset not in PRESETS:
+            raise ServerStartError(f"IRMINSUL_PRESET={config.preset!r} is unknown; it must be one of {sorted(PRESETS)}")
+        self._config = config
+        self._preset = PRESETS[config.preset]
+        path = Path(config.model) / "config.json"
+        limits = read_json(path, "it holds the model's limits")
+        self.max_positions = _positive(path, limits, "max_position_embeddings")
+        self.vocab_size = _positive(path, limits, "vocab_size")
+        self.tokenizer = Tokenizer.load(config.model)
+        vocabulary = path.parent / self.tokenizer.file_name
+        if self.tokenizer.vocab_size > self.vocab_size:
+            raise UnsupportedModelError(
+                f"{vocabulary} has ids up to {self.tokenizer.vocab_size - 1}, but vocab_size in "
+                f"{path} is {self.vocab_size}; the two files are of different models"
+            )
+        self.template = ChatTemplate.load(config.model)
+        self.sessions = SessionTable(config.session_ttl_s, clock)
+
+    def prepare(self, fields: dict[str, Any], session_id: str, start: bool, end: bool) -> Prepared:
+        """Check one request and prepare its prompt.
+
+        Args:
+            fields: the ensemble's inputs by name, those that were sent: text as bytes or str, lists of it, int, float,
+                bool, and int32 [n] for input_ids.
+            session_id: the correlation id, as text.
+            start, end: the request's sequence flags; they take effect even if the request is refused afterwards.
+
+        Raises:
+            SessionError: the session does not allow this request.
+            InvalidRequestError: the request is wrong; the message gives the value and the limit.
+        """
+        previous = self.sessions.enter(session_id, start, end)
+        values = RequestFields(fields)
+        prompt, text = self._read_prompt(values)
+        request = self._read_request(values, session_id, len(prompt.ids), text)
+        if previous is None:
+            ends = cut(prompt.ids, self._preset, prompt.edges)
+        else:
+            ends = recut(previous.ids, previous.ends, prompt.ids, self._preset, prompt.edges, previous.edges)
+        self.sessions.remember(session_id, CutPrompt(prompt.ids, prompt.edges, ends))
+        return Prepared(prompt.ids, ends, fingerprint(prompt.ids, ends, request.namespace, self._preset.gram), request)
+
+    def _read_prompt(self, values: RequestFields) -> tuple[Encoded, str | None]:
+        """The prompt's ids and edges, and its text unless it came as ids."""
+        given = [name for name in PROMPT_FIELDS if name in values]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"the prompt must be given as exactly one of {', '.join(PROMPT_FIELDS)}; "
+                f"this request has {' and '.join(given) or 'none'}"
+            )
+        if "tools" in values and "messages" not in values:
+            raise InvalidRequestError(f"tools go with messages; this request has {given[0]}")
+        if "input_ids" in values:
+            return self._read_input_ids(values), None
+        self._check_size(given[0], values.size(given[0]) + values.size("tools"))
+        text = self._render(values) if "messages" in values else values.text("text_input") or ""
+        if not text:
+            raise InvalidRequestError(f"the prompt is empty ({given[0]}); it must hold at least one token")
+        prompt = self._encode(text, add_bos="text_input" in values)
+        text = text.replace(CUT_MARKER, "")
+        if not len(prompt.ids):
+            raise InvalidRequestError(f"the prompt is empty: the tokenizer makes no token of this {given[0]}")
+        return prompt, text
+
+    def _encode(self, text: str, add_bos: bool) -> Encoded:
+        """Ids and the edges at which this preset cuts: markers, and structure if it uses that."""
+        pieces = text.split(CUT_MARKER)
+        encoded = [self.tokenizer.encode(piece, add_bos=add_bos and i == 0) for i, piece in enumerate(pieces)]
+        ids = np.concatenate([e.ids for e in encoded]) if len(encoded) > 1 else encoded[0].ids
+        marks = np.cumsum([len(e.ids) for e in encoded[:-1]]).astype(np.int32)
+        return Encoded(ids, np.union1d(marks, self._structure(ids)).astype(np.int32))
+
+    def _structure(self, ids: np.ndarray) -> np.ndarray:
+        return self.tokenizer.edges(ids) if self._preset.structure_cuts else np.empty(0, np.int32)
+
+    def _render(self, values: RequestFields) -> str:
+        messages = parse_messages(values.text("messages") or "")
+        tools = parse_tools(values.text("tools") or "") if "tools" in values else None
+        text = self.template.render(messages, tools or None)
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"messages or tools hold U+{ord(text[error.start]):04X}, one half of a surrogate pair; "
+                r"in JSON a character beyond U+FFFF is written as itself or as two \u escapes"
+            ) from error
+        self._check_size("the rendered prompt", size)
+        return text
+
+    def _check_size(self, name: str, size: int) -> None:
+        limit = self._config.max_text_bytes
+        if size > limit:
+            raise InvalidRequestError(
+                f"{name} is {size} bytes long; this server takes at most {limit} (IRMINSUL_MAX_TEXT_BYTES)"
+            )
+
+    def _read_input_ids(self, values: RequestFields) -> Encoded:
+        ids = values.ids("input_ids")
+        if not len(ids):
+            raise InvalidRequestError("the prompt is empty (input_ids); it must hold at least one token")
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        if len(wrong):
+            raise InvalidRequestError(
+                f"input_ids[{wrong[0]}] is {ids[wrong[0]]}; the model's ids go from 0 to {self.vocab_size - 1}"
+            )
+        ids = ids.astype(np.int32)  # a copy: the caller's array may lie in a request's shared memory
+        return Encoded(ids, self._structure(ids))
+
+    def _read_request(
+        self, values: RequestFields, session_id: str, prompt_tokens: int, text: str | None
+    ) -> GenerationRequest:
+        reuse = "content" if (given := values.text("reuse")) is None else given
+        if reuse not in REUSE_MODES:
+            raise InvalidRequestError(f"reuse is {reuse!r}; it must be one of {', '.join(REUSE_MODES)}")
+        salt = values.text("cache_salt")
+        if salt == "":
+            raise InvalidRequestError("cache_salt is empty; leave it out, or send the text that names the tenant")
+        echo = ""
+        if not values.flag("exclude_input_in_output", True):
+            echo = self.tokenizer.decode(values.ids("input_ids")) if text is None else text
+        stop_words = values.words("stop_words")
+        return GenerationRequest(
+            key=values.text("cancel_key") or uuid.uuid4().hex,
+            session_id=session_id,
+            namespace=self._namespace(salt, session_id),
+            reuse=cast(Literal["off", "exact", "content"], reuse),
+            sampling=self._read_sampling(values, prompt_tokens),
+            stream=values.flag("stream", False),
+            end_ids=self._end_ids(values, stop_words),
+            bad_words=self._bad_words(values),
+            stop_words=stop_words,
+            return_log_probs=values.flag("return_log_probs", False),
+            echo=echo,
+        )
+
+    def _namespace(self, salt: str | None, session_id: str) -> str:
+        """Where rows are shared. JSON keeps the kind and the name apart: no salt can name a session."""
+        if salt is not None:
+            return json.dumps(["salt", salt])
+        return json.dumps(["session", session_id] if self._config.require_cache_salt else ["shared"])
+
+    def _read_sampling(self, values: RequestFields, prompt_tokens: int) -> SamplingParams:
+        room = self.max_positions - prompt_tokens
+        max_tokens = values.integer("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, room)))
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=values.number("temperature", 0.0),
+            top_k=values.integer("top_k", 0),
+            top_p=values.number("top_p", 1.0),
+            min_p=values.number("min_p", 0.0),
+            repetition_penalty=values.number("repetition_penalty", 1.0),
+            presence_penalty=values.number("presence_penalty", 0.0),
+            frequency_penalty=values.number("frequency_penalty", 0.0),
+            seed=values.integer("seed", 0) if "seed" in values else None,
+        )
+        sampling.validate()
+        if sampling.seed is not None and not 0 <= sampling.seed < 1 << 64:
+            raise InvalidRequestError(f"seed is {sampling.seed}; it must be between 0 and {(1 << 64) - 1}")
+        if max_tokens > room:
+            remedy = f"max_tokens can be at most {room} here" if room > 0 else "shorten the prompt"
+            raise InvalidRequestError(
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, together "
+                f"{prompt_tokens + max_tokens}; the model's limit is {self.max_positions}; {remedy}"
+            )
+        return sampling
+
+    def _end_ids(self, values: RequestFields, stop_words: list[str]) -> list[int]:
+        """The model's, or the one given, or none; and stop words that are special tokens, which text never shows."""
+        end_ids = [] if values.flag("ignore_eos", False) else list(self.tokenizer.end_ids)
+        if "end_id" in values:
+            end_id = values.integer("end_id", 0)
+            if not 0 <= end_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"end_id is {end_id}; the model's ids go from 0 to {self.vocab_size - 1} "
+                    "(for no end id at all set ignore_eos)"
+                )
+            end_ids = [] if values.flag("ignore_eos", False) else [end_id]
+        special = [token for word in stop_words if (token := self.tokenizer.special_id(word)) is not None]
+        return list(dict.fromkeys((*end_ids, *special)))
+
+    def _bad_words(self, values: RequestFields) -> list[list[int]]:
+        """Each word's ids at the beginning of a line and behind a space: tokenizers write the two differently."""
+        spellings = [form for word in values.words("bad_words") for form in (word, " " + word.lstrip())]
+        sequences = [self.tokenizer.encode(form).ids.tolist() for form in dict.fromkeys(spellings)]
+        return [ids for ids in sequences if ids]
+
+
+def _positive(path: Path, values: dict[str, Any], name: str) -> int:
+    value = values.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        found = f"is {value!r}" if name in values else "is missing"
+        raise UnsupportedModelError(f"{name} in {path} {found}; it must be a whole number over 0")
+    return value

@@ -1,0 +1,43 @@
+"""How each step of the ensemble is built from the server's settings, inside its stub process."""
+
+from __future__ import annotations
+
+from irminsul_backend.config import ServerConfig
+from irminsul_backend.frontend.replies import TranscriptTable
+from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, EngineModel, set_up_logging
+
+
+def make_chunker() -> ChunkerModel:
+    """Loads the tokenizer and chat template; no torch in this process."""
+    from irminsul_backend.frontend.chunker import PromptPreparer
+
+    config = ServerConfig.from_env()
+    set_up_logging(config)
+    return ChunkerModel(PromptPreparer(config))
+
+
+def make_engine() -> EngineModel:
+    """Loads the model's weights and starts the engine's thread."""
+    from irminsul_backend.engine import Engine
+    from irminsul_backend.triton_io.metrics import EngineMetrics
+
+    config = ServerConfig.from_env()
+    set_up_logging(config)
+    engine = Engine.from_config(config)
+    engine.start()
+    return EngineModel(engine, EngineMetrics(engine).count, config.stream_interval_ms / 1000)
+
+
+def make_detokenizer() -> DetokenizerModel:
+    """Loads the tokenizer."""
+    from irminsul_backend.text import IncrementalDetokenizer, Tokenizer
+
+    config = ServerConfig.from_env()
+    set_up_logging(config)
+    tokenizer = Tokenizer.load(config.model)
+
+    def detokenizer(request: GenerationRequest) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(tokenizer, request.stop_words)
+
+    return DetokenizerModel(TranscriptTable(detokenizer))

@@ -1,0 +1,1 @@
+"""The tritonserver process: finding it, starting it, watching it, ending it without a trace."""

@@ -1,0 +1,262 @@
+# mypy: allow-untyped-defs
+"""The next token of each row of logits: temperature, top-k, top-p, min-p, one random stream a row. No host round trip.
+
+The kept set is that of a descending sort in which equal logits stand in order of their ids, but nothing is sorted: the
+smallest kept logit is found by bisection over the logits that occur, counting and adding up what lies above a pivot,
+10 to 20 passes over a row (none without top-k and top-p). Logits of a narrow head have many equals; of those at the
+threshold the first so many ids are kept. A token is drawn as argmax(p / noise), noise exponentially distributed
+and made by Philox from (seed, draws so far, id): what a request draws depends on its seed and on nothing else.
+
+Bytes moved: 4 * vocab a row from memory, the floor; the further passes read it from L2 (0.6 MB for 160,000 ids).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from irminsul_kernels.device import next_power_of_two
+from irminsul_kernels.device_math import use_kernel
+from irminsul_kernels.launch import KernelConfig
+
+BLOCK = 4096
+WARPS = 16
+_MASK = 0xFFFFFFFF
+
+
+def exponential_noise(seeds: Tensor, draws: Tensor, vocab: int) -> Tensor:
+    """The kernel's noise: float64 [N, vocab] from int64 seeds [N] and int64 draws [N], Philox-4x32 with 10 rounds."""
+    ids = torch.arange(vocab, device=seeds.device).expand(len(seeds), vocab)
+    draws, seeds = draws[:, None], seeds[:, None]
+    c0, c1, c2 = ids, (draws & _MASK).expand_as(ids), ((draws >> 32) & _MASK).expand_as(ids)
+    c3 = torch.zeros_like(ids)
+    k0, k1 = seeds & _MASK, (seeds >> 32) & _MASK
+    for _ in range(10):
+        # the products wrap at 2^64; their upper and lower 32 bits are right all the same
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((b >> 32) & _MASK) ^ c1 ^ k0, b & _MASK, ((a >> 32) & _MASK) ^ c3 ^ k1, a & _MASK
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return -torch.log1p(-((c0 >> 1).double() + 0.5) * 2**-31)
+
+
+def sample_reference(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, draws: Tensor
+) -> Tensor:
+    """As :func:`sample`, in torch and float64, by a sort."""
+    logits = torch.where(logits.isnan(), -torch.inf, logits.double())
+    greedy = logits.argmax(dim=-1)
+    vocab = logits.shape[1]
+    heat = torch.where(temperature > 0, temperature, 1).double()[:, None]
+    probs = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / heat, dim=-1)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    ordered = probs.gather(1, order)
+    before = ordered.cumsum(dim=-1) - ordered
+    rank = torch.arange(vocab, device=logits.device)
+    keep = rank < torch.where(top_k > 0, top_k, vocab)[:, None]
+    keep &= (before < top_p.double()[:, None]) | (top_p >= 1)[:, None]
+    keep &= ordered >= ordered[:, :1] * min_p.double()[:, None]
+    noise = exponential_noise(seeds, draws, vocab).gather(1, order)
+    drawn = order.gather(1, (ordered * keep / noise).argmax(dim=-1, keepdim=True))[:, 0]
+    return torch.where(temperature > 0, drawn, greedy)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    draws: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token a row; everything stays on the device.
+
+    Args:
+        logits: float32 [N, vocab], penalties and banned tokens (-inf) applied; contiguous. NaN counts as -inf.
+        temperature: float32 [N]; 0 takes the largest logit, the lowest id among equals.
+        top_k: int32 [N]; 0 is off.
+        top_p: float32 [N] in (0, 1]: a token is kept if those before it have less than this probability together.
+        min_p: float32 [N] in [0, 1): kept from this share of the largest probability.
+        seeds: int64 [N].
+        draws: int64 [N], tokens drawn with this seed before. The caller counts.
+        out: int64 [N], made if not given.
+
+    Returns:
+        `out`, int64 [N]. A row without a finite logit gives 0.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit. Values are not checked: that would wait for the
+            device.
+    """
+    if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape[1] == 0:
+        raise ValueError(
+            f"logits are {logits.dtype} {tuple(logits.shape)} with strides {logits.stride()}; they must be contiguous "
+            "float32 [N, vocab]"
+        )
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
+    for name, column, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+        ("seeds", seeds, torch.int64),
+        ("draws", draws, torch.int64),
+        ("out", out, torch.int64),
+    ):
+        if column.dtype != dtype or column.shape != (rows,) or not column.is_contiguous():
+            raise ValueError(f"{name} is {column.dtype} {tuple(column.shape)}; it must be contiguous {dtype} ({rows},)")
+        if column.device != logits.device:
+            raise ValueError(f"{name} is on {column.device}, logits on {logits.device}; all must be on one device")
+    if not use_kernel(logits):
+        return out.copy_(sample_reference(logits, temperature, top_k, top_p, min_p, seeds, draws))
+    if rows:
+        sample_kernel[(rows,)](
+            logits, temperature, top_k, top_p, min_p, seeds, draws, out, vocab,
+            BLOCK=min(BLOCK, max(128, next_power_of_two(vocab))), num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _logits(x, start, vocab, BLOCK: tl.constexpr):
+    i = start + tl.arange(0, BLOCK)
+    v = tl.load(x + i, mask=i < vocab, other=float("-inf"))
+    v = tl.where(v == v, v, float("-inf"))
+    # one zero, so that equal logits have equal keys
+    return i, tl.where(v == 0, 0.0, v)
+
+
+@triton.jit
+def _key(v):
+    """int32 in the order of the float32."""
+    bits = v.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _share(v, top, heat):
+    """Probability over that of the largest logit."""
+    return tl.exp(tl.where(v == top, 0.0, (v - top) / heat))
+
+
+# one number of each is read: a view at any offset must not mean another compilation
+_COLUMNS = ["temperature", "top_k", "top_p", "min_p", "seeds", "draws", "out"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
+def sample_kernel(logits, temperature, top_k, top_p, min_p, seeds, draws, out, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x = logits + row * vocab
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        i, v = _logits(x, start, vocab, BLOCK)
+        best_id = tl.where(v > best, i, best_id)
+        best = tl.maximum(best, v)
+    top = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == top, best_id, vocab - 1), axis=0)
+
+    heat = tl.load(temperature + row)
+    if (heat > 0) & (top > float("-inf")):
+        k = tl.load(top_k + row)
+        k = tl.where(k > 0, k, vocab)
+        p = tl.load(top_p + row)
+        least = tl.load(min_p + row)
+        # from here on is kept, as far as min-p goes; -inf never is
+        lowest = tl.where(least > 0, top + heat * tl.log(tl.maximum(least, 1e-38)), float("-inf"))
+        lowest = tl.minimum(tl.maximum(lowest, -3.4028234663852886e38), top)
+        floor = _key(tl.where(lowest == 0, 0.0, lowest)).to(tl.int64)
+        threshold = floor
+        quota = vocab
+        if (k < vocab) | (p < 1):
+            mass = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, vocab, BLOCK):
+                _, v = _logits(x, start, vocab, BLOCK)
+                mass += _share(v, top, heat)
+            allowed = tl.where(p < 1, p * tl.sum(mass, axis=0), float("inf"))
+            low = floor
+            high = _key(top).to(tl.int64)
+            # `high` occurs and is kept; `low` bounds the kept ones from below
+            while low < high:
+                pivot = low + ((high - low) >> 1)
+                count, above_mass, below, above = _above(x, pivot, top, heat, vocab, BLOCK)
+                kept = (count < k) & (above_mass < allowed)
+                empty = below < low
+                low = tl.where(kept, tl.where(empty, above, low), above)
+                high = tl.where(kept, tl.where(empty, above, below), high)
+            threshold = high
+            count, above_mass, below, above = _above(x, threshold, top, heat, vocab, BLOCK)
+            # of the logits at the threshold, as many as top-k and top-p leave room for
+            bits = threshold.to(tl.int32)
+            edge = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            room = tl.ceil((allowed - above_mass) / tl.maximum(_share(edge, top, heat), 1e-38))
+            quota = tl.minimum(k - count, tl.minimum(tl.maximum(room, 1.0), 2147483520.0).to(tl.int32))
+        token = _draw(x, seeds + row, draws + row, threshold, quota, top, heat, vocab, BLOCK)
+    tl.store(out + row, token.to(tl.int64))
+
+
+@triton.jit
+def _above(x, pivot, top, heat, vocab, BLOCK: tl.constexpr):
+    """Number and mass of the logits over the pivot, largest key up to it, smallest key over it."""
+    count = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    below = tl.full([BLOCK], -2147483648, tl.int32)
+    above = tl.full([BLOCK], 2147483647, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        _, v = _logits(x, start, vocab, BLOCK)
+        key = _key(v)
+        over = key > pivot
+        count += over.to(tl.int32)
+        mass += tl.where(over, _share(v, top, heat), 0.0)
+        above = tl.minimum(above, tl.where(over, key, 2147483647))
+        below = tl.maximum(below, tl.where(over, -2147483648, key))
+    return (
+        tl.sum(count, axis=0),
+        tl.sum(mass, axis=0),
+        tl.max(below, axis=0).to(tl.int64),
+        tl.min(above, axis=0).to(tl.int64),
+    )
+
+
+@triton.jit
+def _draw(x, seed, draws, threshold, quota, top, heat, vocab, BLOCK: tl.constexpr):
+    """argmax(p / noise) over the keys above the threshold and the first `quota` ids at it."""
+    seed = tl.load(seed)
+    drawn = tl.load(draws)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        i, v = _logits(x, start, vocab, BLOCK)
+        key = _key(v)
+        equal = (key == threshold).to(tl.int32)
+        place = tl.cumsum(equal, axis=0)
+        keep = (key > threshold) | ((equal != 0) & (place <= quota))
+        quota -= tl.sum(equal, axis=0)
+        word = tl.full([BLOCK], 0, tl.uint32)
+        low = word + (drawn & 0xFFFFFFFF).to(tl.uint32)
+        high = word + ((drawn >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        random, _, _, _ = tl.philox(seed, i.to(tl.uint32), low, high, word)
+        uniform = ((random >> 1).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
+        # -log(1 - u); where u is small, and a token likely to win, 1 - u would lose its digits
+        series = uniform * (1 + uniform * (0.5 + uniform * (0.33333334 + uniform * 0.25)))
+        noise = tl.where(uniform < 0.01, series, -tl.log(tl.maximum(1 - uniform, 1e-38)))
+        score = tl.where(v == top, 0.0, (v - top) / heat) - tl.log(noise)
+        score = tl.where(keep, score, float("-inf"))
+        best_id = tl.where(score > best, i, best_id)
+        best = tl.maximum(best, score)
+    return tl.min(tl.where(best == tl.max(best, axis=0), best_id, vocab - 1), axis=0)
+
+
+def aot_configs(arch: int) -> list[KernelConfig]:
+    """The same on every architecture; any vocabulary over 2,048."""
+    signature: dict[str, Any] = dict(
+        logits="*fp32", temperature="*fp32", top_k="*i32", top_p="*fp32", min_p="*fp32", seeds="*i64", draws="*i64",
+        out="*i64", vocab="i32",
+    )  # fmt: skip
+    return [KernelConfig("sampling", sample_kernel, signature, dict(BLOCK=BLOCK), WARPS, 1, ("logits",))]

@@ -1,0 +1,1 @@
+"""Tools for those who write kernels; nothing at run time imports them."""

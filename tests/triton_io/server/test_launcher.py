@@ -1,0 +1,328 @@
+"""Starting and stopping: what keeps a server from starting is named, and a stopped one leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from irminsul_client import Client, IrminsulClientError
+
+from irminsul_backend.config import DEMO_MODEL, ServerConfig
+from irminsul_backend.errors import ServerStartError, UnsupportedModelError
+from irminsul_backend.triton_io.server import installation
+from irminsul_backend.triton_io.server.installation import (
+    Installation,
+    check_installation,
+    environment,
+    find_installation,
+)
+from irminsul_backend.triton_io.server.launcher import (
+    LOCALHOST,
+    Ports,
+    Server,
+    check_config,
+    choose_ports,
+    running_server,
+)
+
+READY = re.compile(r"irminsul ready: model demo_model, http (\S+):(\d+), grpc (\S+):(\d+), metrics (\S+):(\d+)\n")
+SERVE = [sys.executable, "-m", "irminsul_backend.commands.main", "serve", "--threads=1"]
+FREE = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+
+
+def regions(prefix: str = "irminsul-") -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob(f"{prefix}*")}
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((LOCALHOST, port)) == 0
+
+
+class Serving:
+    """An `irminsul serve` in a process of its own, and everything that belongs to it."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [*SERVE, *FREE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline()
+        match = READY.fullmatch(self.line)
+        assert match is not None, self.line
+        self.ports = [int(match[n]) for n in (2, 4, 6)]
+        self.grpc_url = f"{match[3]}:{match[4]}"
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        (supervisor,) = [p for p in self.family if any("triton_io.supervisor" in part for part in p.cmdline())]
+        self.supervisor = supervisor
+        self.prefix = next(part for part in supervisor.cmdline() if part.startswith("irminsul-"))
+
+    def assert_nothing_left(self) -> None:
+        gone, alive = psutil.wait_procs(self.family, timeout=30)
+        assert not alive
+        assert len(gone) >= 7  # the supervisor, tritonserver, five stubs
+        assert not any(is_listening(port) for port in self.ports)
+        assert not regions(self.prefix)
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    one = Serving()
+    yield one
+    one.process.kill()
+    one.process.communicate()
+
+
+@pytest.mark.server
+class TestStopping:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_while_a_session_is_open(self, number: signal.Signals, serving: Serving, connect: Any) -> None:
+        assert all(is_listening(port) for port in serving.ports)
+        assert regions(serving.prefix)
+        assert not connect(serving).ask(session="open", start=True, end=False, text_input="a", max_tokens=1).error
+        serving.process.send_signal(number)
+        out, err = serving.process.communicate(timeout=30)
+        assert serving.process.returncode == 0
+        assert (out, err) == ("", "")  # the one line when ready was all there was to say
+        serving.assert_nothing_left()
+
+    def test_the_launcher_is_killed(self, serving: Serving) -> None:
+        serving.process.kill()
+        serving.assert_nothing_left()
+
+    def test_the_server_is_killed(self, serving: Serving) -> None:
+        """`irminsul serve` ends with an error, and the stubs do not outlive the server."""
+        (server,) = [p for p in serving.family if p.name() == "tritonserver"]
+        server.kill()
+        _, err = serving.process.communicate(timeout=30)
+        assert serving.process.returncode == 1
+        assert "ended by itself" in err
+        serving.assert_nothing_left()
+
+    def test_a_models_process_dies_under_a_request(self, serving: Serving) -> None:
+        """Triton would go on saying that it is ready; here the server ends, so that clients and probes notice."""
+        with Client(serving.grpc_url) as client:
+            chunks = client.stream(text="Once", max_tokens=2000, ignore_eos=True)
+            next(chunks)
+            (engine,) = [p for p in serving.family if any("irminsul_engine/1" in part for part in p.cmdline())]
+            engine.kill()
+            with pytest.raises(IrminsulClientError):
+                for _ in chunks:
+                    pass
+        _, err = serving.process.communicate(timeout=30)
+        assert serving.process.returncode == 1
+        assert "the process of irminsul_engine died" in err
+        serving.assert_nothing_left()
+
+
+class TestPorts:
+    def test_two_equal_ones(self) -> None:
+        with pytest.raises(ServerStartError, match="8000, 8000 must differ"):
+            choose_ports(LOCALHOST, Ports(8000, 8000, 0))
+
+    def test_zeros_become_different_free_ports(self) -> None:
+        ports = choose_ports(LOCALHOST, Ports())
+        assert len({ports.http, ports.grpc, ports.metrics}) == 3
+        assert not any(is_listening(port) for port in (ports.http, ports.grpc, ports.metrics))
+
+    @pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
+    def test_a_port_in_use_is_named_with_its_flag(self, name: str) -> None:
+        with socket.socket() as taken:
+            taken.bind((LOCALHOST, 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            result = subprocess.run(
+                [*SERVE, *[flag for flag in FREE if name not in flag], f"--{name}-port={port}"],
+                capture_output=True,
+                text=True,
+            )
+        assert result.returncode == 1
+        assert result.stdout == ""
+        assert f"{name} port {port} on 127.0.0.1" in result.stderr
+        assert f"--{name}-port" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+    def test_ports_come_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("IRMINSUL_HTTP_PORT", "1234")
+        monkeypatch.delenv("IRMINSUL_GRPC_PORT", raising=False)
+        monkeypatch.delenv("IRMINSUL_METRICS_PORT", raising=False)
+        assert Ports.from_env(grpc=8001) == Ports(1234, 8001, 0)
+        monkeypatch.setenv("IRMINSUL_HTTP_PORT", "many")
+        with pytest.raises(ServerStartError, match="IRMINSUL_HTTP_PORT='many'"):
+            Ports.from_env()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the shipped model whose files may be spoilt."""
+    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+
+
+class TestModelFolders:
+    def test_the_shipped_one_is_fine(self) -> None:
+        check_config(ServerConfig())
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+    def test_a_missing_file(self, name: str, model: Path) -> None:
+        (model / name).unlink()
+        with pytest.raises(UnsupportedModelError, match=re.escape(name)):
+            check_config(ServerConfig(model=str(model)))
+
+    def test_another_architecture(self, model: Path) -> None:
+        values = json.loads((model / "config.json").read_text())
+        values |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        (model / "config.json").write_text(json.dumps(values))
+        result = subprocess.run([*SERVE, *FREE, "--model", str(model)], capture_output=True, text=True)
+        assert result.returncode == 1
+        assert "LlamaForCausalLM" in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert "Traceback" not in result.stderr
+
+    @pytest.mark.server
+    def test_weights_that_do_not_fit_are_named_by_the_engine(self, model: Path) -> None:
+        """This one only the engine sees; its words come through the server's log, and nothing stays behind."""
+        values = json.loads((model / "config.json").read_text())
+        values["intermediate_size"] *= 2
+        (model / "config.json").write_text(json.dumps(values))
+        before = regions()
+        with (
+            pytest.raises(ServerStartError, match=r"irminsul_engine: .*mlp"),
+            running_server(ServerConfig(model=str(model), log_level="WARNING")),
+        ):
+            pass
+        assert regions() <= before
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--preset=fancy"], ["preset", "fancy", "paper"]),
+            (["--session-ttl-s=7200"], ["session_ttl_s", "7200", "3600"]),
+            (["--model=/nowhere"], ["/nowhere"]),
+            (["--max-batch-tokens=0"], ["max_batch_tokens", "0", "at least 1"]),
+            (["--max-running=-1"], ["max_running", "-1", "at least 1"]),
+            (["--capacity-tokens=-5"], ["capacity_tokens", "-5"]),
+            (["--stream-interval-ms=nan"], ["stream_interval_ms is nan", "finite"]),
+            (["--dtype=int8"], ["int8", "bfloat16"]),
+            (["--http-port=99999"], ["http port 99999", "--http-port"]),
+        ],
+    )
+    def test_a_wrong_flag_is_one_clear_line(self, flags: list[str], words: list[str]) -> None:
+        result = subprocess.run([*SERVE, *FREE, *flags], capture_output=True, text=True)
+        assert result.returncode == 1
+        assert all(word in result.stderr for word in words)
+        assert result.stderr.count("\n") == 1
+
+    def test_a_wrong_variable(self) -> None:
+        env = {**os.environ, "IRMINSUL_CAPACITY_TOKENS": "lots"}
+        result = subprocess.run([*SERVE, *FREE], capture_output=True, text=True, env=env)
+        assert result.returncode == 1
+        assert "IRMINSUL_CAPACITY_TOKENS='lots'" in result.stderr
+
+    def test_a_model_repository_that_is_not_there(self) -> None:
+        env = {**os.environ, "IRMINSUL_MODEL_REPOSITORY": "/nowhere"}
+        result = subprocess.run([*SERVE, *FREE], capture_output=True, text=True, env=env)
+        assert result.returncode == 1
+        assert "/nowhere" in result.stderr
+
+
+class TestVariables:
+    @pytest.mark.parametrize(("text", "value"), [("on", True), ("True", True), ("1", True), ("YES", True), ("", False)])
+    def test_a_switch_that_is_understood(self, text: str, value: bool) -> None:
+        assert ServerConfig.from_env({"IRMINSUL_REQUIRE_CACHE_SALT": text}).require_cache_salt is value
+
+    @pytest.mark.parametrize("text", ["0", "False", "no", "OFF"])
+    def test_a_switch_that_is_off(self, text: str) -> None:
+        assert ServerConfig.from_env({"IRMINSUL_REQUIRE_CACHE_SALT": text}).require_cache_salt is False
+
+    @pytest.mark.parametrize("text", ["2", "banana", "tru", "-1"])
+    def test_any_other_word_is_refused(self, text: str) -> None:
+        with pytest.raises(ServerStartError, match=f"IRMINSUL_REQUIRE_CACHE_SALT='{text}' must be one of 1, true"):
+            ServerConfig.from_env({"IRMINSUL_REQUIRE_CACHE_SALT": text})
+
+    @pytest.mark.parametrize("switch", [False, True])
+    def test_there_and_back(self, switch: bool) -> None:
+        config = ServerConfig(require_cache_salt=switch, device="cuda:1", stream_interval_ms=2.5)
+        assert ServerConfig.from_env(config.to_env()) == config
+
+    @pytest.mark.parametrize("name", ["stream_interval_ms", "session_ttl_s", "gpu_memory_fraction"])
+    @pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+    def test_numbers_are_finite(self, name: str, text: str) -> None:
+        variable = f"IRMINSUL_{name.upper()}"
+        with pytest.raises(ServerStartError, match=f"{variable}='{text}' is not a finite number"):
+            ServerConfig.from_env({variable: text})
+        with pytest.raises(ServerStartError, match=f"{name} is {text}; it must be a finite number"):
+            check_config(ServerConfig(**{name: float(text)}))
+
+    @pytest.mark.parametrize("device", ["banana", "", "CPU", "cuda:", "cuda:x", "cpu\n"])
+    def test_devices(self, device: str) -> None:
+        with pytest.raises(
+            ServerStartError, match=re.escape(f"device is {device!r}; it must be auto, cpu, cuda or cuda:N")
+        ):
+            check_config(ServerConfig(device=device))
+
+    @pytest.mark.parametrize("capacity", [0, 64])
+    def test_the_least_capacity(self, capacity: int) -> None:
+        check_config(ServerConfig(device="cpu", capacity_tokens=capacity))
+        with pytest.raises(ServerStartError, match=r"capacity_tokens is 63; it must be at least 64, or 0"):
+            check_config(ServerConfig(device="cpu", capacity_tokens=63))
+
+
+class TestMachine:
+    """What the machine lacks is named together with the remedy."""
+
+    def test_this_machine_lacks_nothing(self) -> None:
+        found = find_installation()
+        check_installation(found, environment(found, dict(os.environ)), 4 << 20)
+
+    def test_a_missing_libpython(self, tmp_path: Path) -> None:
+        found = find_installation()
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        stub = (found.backends / "python" / installation.STUB).read_bytes()
+        assert f"libpython{version}.so".encode() in stub
+        (tmp_path / "python").mkdir()
+        broken = tmp_path / "python" / installation.STUB
+        broken.write_bytes(
+            stub.replace(f"libpython{version}.so".encode(), b"libpython9.9" + b"." * (len(version) - 3) + b".so")
+        )
+        broken.chmod(0o755)
+        libraries = str(Path(installation.__file__).parent)
+        with pytest.raises(ServerStartError, match=r"libpython9\.9.* is missing.*apt-get install libpython9"):
+            check_installation(Installation(found.binary, tmp_path, True), {"LD_LIBRARY_PATH": libraries}, 1 << 20)
+
+    def test_too_little_shared_memory(self) -> None:
+        found = find_installation()
+        with pytest.raises(ServerStartError, match=r"/dev/shm has \d+ MiB free.*--shm-size="):
+            check_installation(found, environment(found, dict(os.environ)), 1 << 60)
+
+    def test_no_server_at_all(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ServerStartError, match="nvidia-pytriton"):
+            find_installation(tmp_path)
+
+    def test_a_server_in_an_image_comes_first(self, tmp_path: Path) -> None:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "tritonserver").touch()
+        assert find_installation(tmp_path) == Installation(
+            tmp_path / "bin" / "tritonserver", tmp_path / "backends", embedded=False
+        )
+
+
+@pytest.mark.server
+def test_the_environment_of_a_server_is_its_configuration(server: Server) -> None:
+    (child,) = psutil.Process(server.process.pid).children()
+    env = child.environ()
+    assert ServerConfig.from_env(env) == ServerConfig(log_level="WARNING", threads=1)
+    assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
