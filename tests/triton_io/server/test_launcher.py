@@ -64,7 +64,7 @@ class Serving:
         self.ports = [int(match[n]) for n in (2, 4, 6)]
         self.grpc_url = f"{match[3]}:{match[4]}"
         self.family = psutil.Process(self.process.pid).children(recursive=True)
-        (supervisor,) = [p for p in self.family if any("triton_io.supervisor" in part for part in p.cmdline())]
+        (supervisor,) = [p for p in self.family if any("triton_io.server.supervisor" in part for part in p.cmdline())]
         self.supervisor = supervisor
         self.prefix = next(part for part in supervisor.cmdline() if part.startswith("irminsul-"))
 
