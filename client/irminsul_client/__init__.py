@@ -8,7 +8,7 @@
 
 from irminsul_client._client import Client, Session
 from irminsul_client._http import HTTPClient
-from irminsul_client._request import RequestOptions
+from irminsul_client._inputs import RequestOptions
 from irminsul_client._types import Chunk, Completion, Usage
 from irminsul_client.errors import (
     InvalidRequest,

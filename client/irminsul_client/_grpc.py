@@ -18,7 +18,8 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from irminsul_client._request import TENSORS, shorten
+from irminsul_client._inputs import TENSORS
+from irminsul_client._request import shorten
 from irminsul_client._transport import Request, Response
 from irminsul_client.errors import (
     InvalidRequest,

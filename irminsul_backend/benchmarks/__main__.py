@@ -30,7 +30,8 @@ from irminsul_backend.cache import CachedSequence, Registry, plan
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.engine import Engine
-from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams
+from irminsul_backend.protocol import Event, GenerationRequest
+from irminsul_backend.request_spec import SamplingParams
 from irminsul_backend.triton_io.server.launcher import Server, running_server
 
 PROMPT_TOKENS, KNOWN_TOKENS = 8192, 7782

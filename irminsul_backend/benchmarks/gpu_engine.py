@@ -27,7 +27,8 @@ from irminsul_backend.engine import Engine
 from irminsul_backend.model import MLAModel, ModelConfig, load_model
 from irminsul_backend.model.random_weights import random_weights
 from irminsul_backend.model.weights import Checkpoint, memory_bytes, model_weights
-from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams, Usage
+from irminsul_backend.protocol import Event, GenerationRequest, Usage
+from irminsul_backend.request_spec import SamplingParams
 
 V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102_400,

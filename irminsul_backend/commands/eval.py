@@ -13,7 +13,7 @@ from rich.table import Table
 
 from irminsul_backend.chunking import PRESETS
 from irminsul_backend.errors import InvalidRequestError
-from irminsul_backend.protocol import REUSE_MODES
+from irminsul_backend.request_spec import REUSE_POLICIES
 
 LENGTHS = (256, 512, 1024, 2048)
 FILE_WIDTH = 140
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     needle.add_argument("--model", metavar="DIR", help="model folder (default: the small model that ships)")
-    needle.add_argument("--reuse", choices=REUSE_MODES, default="content", help="mode under test (default: content)")
+    needle.add_argument("--reuse", choices=REUSE_POLICIES, default="content", help="mode under test (default: content)")
     needle.add_argument(
         "--lengths",
         type=_at_least(1),

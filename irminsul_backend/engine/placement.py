@@ -16,7 +16,8 @@ from irminsul_backend.errors import ServerStartError
 from irminsul_backend.model import MLAModel, ModelConfig
 from irminsul_backend.model.model_config import read_config
 from irminsul_backend.model.weights import memory_bytes
-from irminsul_backend.protocol import GenerationRequest, SamplingParams
+from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.request_spec import SamplingParams
 
 LEAST_CAPACITY = 1024
 """Slots below which a GPU is not worth a server."""

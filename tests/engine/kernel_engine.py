@@ -20,7 +20,8 @@ from irminsul_backend.engine import Engine
 from irminsul_backend.engine.batch import Piece
 from irminsul_backend.engine.runner import ModelRunner
 from irminsul_backend.model import MLAModel, deepseek, load_model
-from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams
+from irminsul_backend.protocol import Event, GenerationRequest
+from irminsul_backend.request_spec import SamplingParams
 
 CAPACITY, VOCAB = 500, 512
 

@@ -25,7 +25,8 @@ from irminsul_backend.engine.placement import GIB, gpu_capacity, refuse_weights,
 from irminsul_backend.engine.sampler import Sampler, sample, sample_on_device
 from irminsul_backend.errors import ServerStartError
 from irminsul_backend.model import MLAModel, load_model
-from irminsul_backend.protocol import GenerationRequest, SamplingParams
+from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.request_spec import SamplingParams
 
 pytest.importorskip("triton")
 from irminsul_backend.engine.decoder import Decoder

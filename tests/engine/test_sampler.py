@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from irminsul_backend.engine.sampler import Sampler, sample
-from irminsul_backend.protocol import GenerationRequest, SamplingParams
+from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.request_spec import SamplingParams
 
 VOCAB = 12
 
