@@ -22,7 +22,7 @@ import grpc.experimental.gevent
 from irminsul_client import Client, IrminsulClientError, ServerUnavailable, Session
 from irminsul_traffic.scenarios import SCENARIOS, apply_scenario
 from irminsul_traffic.synthetic import synthetic_sessions
-from irminsul_traffic.traces import Message, TraceSession, read_trace
+from irminsul_traffic.traces import Message, TraceError, TraceSession, read_trace
 from locust import User, between, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
@@ -69,7 +69,7 @@ def prepare(environment: Environment, **_: Any) -> None:
         if options.headless:
             with Client(environment.host) as client:
                 client.check_ready()
-    except IrminsulClientError as error:
+    except (IrminsulClientError, TraceError) as error:
         sys.exit(f"load test: {error}")
 
 

@@ -37,10 +37,6 @@ class RequestCancelled(IrminsulClientError):
     """The request was cancelled by somebody else: the client was closed, or the server shut down."""
 
 
-class TraceError(IrminsulClientError):
-    """A trace file cannot be read; the message names file, line and what is wrong there."""
-
-
 FAULT_OF_THE_SERVER = re.compile(
     r"\b[A-Z]\w*(Error|Exception): |stub process|shared memory|internal error", re.IGNORECASE
 )
