@@ -1,4 +1,14 @@
-"""Every error the client raises on purpose. Catch IrminsulClientError for all of them."""
+"""The exceptions of the client.
+
+IrminsulClientError
+  - InvalidRequest
+    - SessionExpired
+    - SessionAlreadyOpen
+  - ServerError
+  - ServerUnavailable
+  - RequestTimeout
+  - RequestCancelled
+"""
 
 from __future__ import annotations
 
@@ -6,7 +16,7 @@ import re
 
 
 class IrminsulClientError(Exception):
-    """Base of all errors below; the message is the server's own where it sent one."""
+    """Base class of all errors that the client raises on purpose; the message is the server's own where it sent one."""
 
 
 class InvalidRequest(IrminsulClientError):

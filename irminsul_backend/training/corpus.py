@@ -17,7 +17,7 @@ from irminsul_traffic.words import PEOPLE, PERSON_ATTRIBUTES, RELATIONS, THING_A
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "ensurepip"}
 MAX_FILE_BYTES = 300_000
 NAMED = 2000
-"""How often the names of facts are repeated: more than any rival pair of tokens, so that each becomes one token."""
+"""Repetitions of the names of facts: more than any rival pair of tokens has, so that each name becomes one token."""
 
 
 def standard_library() -> Iterator[str]:

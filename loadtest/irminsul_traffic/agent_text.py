@@ -55,17 +55,19 @@ There are {number} {adj} {noun}s, which cost ${number2} each, and {number} {noun
 
 
 class AgentText:
-    """Made-up agent traffic, the same for the same seed."""
+    """Draws made-up texts; the same seed gives the same texts in the same order."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
     def documents(self, count: int) -> Iterator[str]:
+        """Yield ``count`` texts of random kinds."""
         makers = (self.tool_schema, self.tool_result, self.policy, self.policy, self.dialogue, self.log)
         for _ in range(count):
             yield self.random.choice(makers)()
 
     def words(self) -> dict[str, Any]:
+        """One random word or number for each placeholder of a sentence."""
         r = self.random
         pick = {"verb": VERBS, "noun": NOUNS, "adj": ADJECTIVES, "field": FIELDS, "city": CITIES}
         chosen = {name + end: r.choice(words) for name, words in pick.items() for end in ("", "2")}
@@ -73,24 +75,30 @@ class AgentText:
         return chosen | numbers | {"name": r.choice(NAMES), "surname": r.choice(SURNAMES)}
 
     def sentence(self) -> str:
+        """One English sentence about made-up things."""
         return self.random.choice(SENTENCES).format(**self.words())
 
     def paragraph(self) -> str:
+        """One to four sentences."""
         return " ".join(self.sentence() for _ in range(self.random.randint(1, 4)))
 
     def policy(self) -> str:
+        """A Markdown page of rules."""
         lines = [f"# {self.random.choice(NOUNS).title()} {self.random.choice(['Policy', 'Guide', 'Rules'])}", ""]
         for _ in range(self.random.randint(3, 10)):
             lines += [self.random.choice(("- ", "", "## ", "  - ", "* ")) + self.paragraph(), ""]
         return "\n".join(lines)
 
     def identifier(self) -> str:
+        """A function name, such as ``get_order_details``."""
         return f"{self.random.choice(VERBS)}_{self.random.choice(NOUNS)}{self.random.choice(['', 's', '_details'])}"
 
     def code(self, length: int) -> str:
+        """Random capital letters and digits."""
         return "".join(self.random.choices(string.ascii_uppercase + string.digits, k=length))
 
     def tool_schema(self) -> str:
+        """One tool as JSON, in the form of OpenAI's ``tools``."""
         return self.dump({"type": "function", "function": self.function()})
 
     def function(self) -> dict[str, Any]:
@@ -107,6 +115,7 @@ class AgentText:
         return {"name": self.identifier(), "description": self.sentence(), "parameters": parameters}
 
     def value(self, depth: int) -> Any:
+        """A random JSON value with at most ``depth`` levels of lists and objects."""
         r = self.random
         if depth and r.random() < 0.35:
             if r.random() < 0.4:
@@ -128,17 +137,21 @@ class AgentText:
         return r.choice(choices)()
 
     def key(self) -> str:
+        """A field name of a JSON object."""
         r = self.random
         return r.choice((r.choice(FIELDS), r.choice(NOUNS) + "s", f"{r.choice(NOUNS)}_{r.choice(FIELDS)}"))
 
     def tool_result(self) -> str:
+        """A tool's answer: one JSON object."""
         return self.dump({self.key(): self.value(3) for _ in range(self.random.randint(3, 10))})
 
     def dump(self, value: Any) -> str:
+        """The value as JSON, compact or indented."""
         indent = self.random.choice((None, None, 2, 4))
         return json.dumps(value, indent=indent, separators=(",", ":") if self.random.random() < 0.2 else None)
 
     def dialogue(self) -> str:
+        """Messages of several roles, each followed by a tool call."""
         lines = []
         for _ in range(self.random.randint(2, 6)):
             lines.append(f"{self.random.choice(['user', 'assistant', 'tool', 'system'])}: {self.paragraph()}")
@@ -147,6 +160,7 @@ class AgentText:
         return "\n".join(lines)
 
     def log(self) -> str:
+        """Lines of a traceback, a log, a compiler or a diff."""
         r = self.random
         lines = []
         for number in range(r.randint(4, 16)):

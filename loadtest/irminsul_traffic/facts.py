@@ -30,6 +30,7 @@ class Fact(NamedTuple):
 
     @property
     def sentence(self) -> str:
+        """The fact in words."""
         return f"The {self.attribute} of {self.entity} is {self.value}."
 
 
@@ -43,6 +44,7 @@ class Question(NamedTuple):
 
     @property
     def hops(self) -> int:
+        """The number of facts that the answer needs, 1 or 2."""
         return 2 if self.bridge else 1
 
     @property
