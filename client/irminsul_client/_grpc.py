@@ -58,7 +58,7 @@ def _length_prefixed(value: str | bytes) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-def _to_array(values: list[Any], datatype: str) -> np.ndarray:
+def _to_array(values: list[Any], datatype: str) -> np.ndarray[Any, Any]:
     dtype = np.dtype(NUMPY_TYPES[datatype])
     array = np.asarray(values)
     if dtype.kind in "iu" and array.size:

@@ -167,5 +167,5 @@ def _parse(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ServerError(f"the server's answer is not JSON: {text[:200]!r}") from error
     if not isinstance(outputs, dict):
-        raise ServerError(f"the server's answer is no JSON object: {text[:200]!r}")
+        raise ServerError(f"the server's answer is not a JSON object: {text[:200]!r}")
     return outputs

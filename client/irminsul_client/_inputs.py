@@ -59,7 +59,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class TensorSpec(NamedTuple):
-    """How an input is sent: Triton's datatype, and whether it is a list (shape [n]) or one value ([1])."""
+    """How one input is sent: Triton's datatype, and whether it is a list (otherwise one value)."""
 
     datatype: str
     is_list: bool = False

@@ -41,6 +41,8 @@ class Turn(NamedTuple):
 
 
 class ReuseCount(NamedTuple):
+    """Reused tokens of one prompt: of the exact prefix, by content, and the segments that hold them."""
+
     exact: int
     content: int
     segments: tuple[tuple[int, int, int, bool], ...]
@@ -185,6 +187,8 @@ class BreakFinder:
 
 @dataclass(frozen=True)
 class ReplayOptions:
+    """What a replay computes."""
+
     block: int = 16
     capacities: tuple[int, ...] = ()
     bound: bool = False
@@ -192,7 +196,7 @@ class ReplayOptions:
     show_text: bool = False
 
     def passes(self, presets: int) -> int:
-        """How often a replay goes through all prompts."""
+        """The number of times a replay goes through all prompts."""
         return 1 + presets * (1 + len(self.capacities)) + self.bound
 
 

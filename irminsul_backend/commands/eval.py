@@ -1,4 +1,4 @@
-"""``irminsul eval``: its flags, the runs behind a progress bar, and their tables."""
+"""``irminsul eval``: its flags, the runs with a progress bar, and their tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ as for `irminsul serve`."""
 
 ROTATION = """\
 What moving a cached row to another position costs in precision: the 64 rotated numbers against float64, distances up to
-131,072 positions, plain RoPE and YaRN, by the way the row is moved, beside what the paper reports."""
+131,072 positions, plain RoPE and YaRN, by the way the row is moved, next to what the paper reports."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -52,7 +52,7 @@ def client_inputs() -> str:
             "",
             "",
             "class TensorSpec(NamedTuple):",
-            '    """How an input is sent: Triton\'s datatype, and whether it is a list, shape [n], or one value, [1]."""',
+            '    """How one input is sent: Triton\'s datatype, and whether it is a list (otherwise one value)."""',
             "",
             "    datatype: str",
             "    is_list: bool = False",

@@ -1,4 +1,4 @@
-"""The `irminsul` command: serve, inspect, demo, analyze, eval, and the client's generate and replay."""
+"""The `irminsul` command: serve, inspect, demo, analyze, eval, generate and replay."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from irminsul_client import cli as client_cli
-from irminsul_client.errors import IrminsulClientError
+from irminsul_client import IrminsulClientError
+from irminsul_client.cli import add_generate
+from irminsul_traffic.cli import add_replay
+from irminsul_traffic.traces import TraceError
 
 from irminsul_backend import __version__
 from irminsul_backend.commands import analyze as analysis_command
@@ -54,11 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     evaluation_command.add_arguments(
         subparsers.add_parser("eval", help="what reuse does to answers, and rotation to a row's precision")
     )
-    client_cli.add_commands(subparsers)
+    add_generate(subparsers)
+    add_replay(subparsers)
     args = parser.parse_args(argv)
     try:
         return int(args.func(args) or 0)
-    except (IrminsulError, IrminsulClientError) as error:
+    except (IrminsulError, IrminsulClientError, TraceError) as error:
         print(f"irminsul: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
