@@ -193,7 +193,8 @@ def _direct(engine: Engine, prompt: np.ndarray, tokens: int, key: str) -> list[f
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Benchmarks of the planner and of the served demo model, side by side."
+        description="Benchmarks of the planner and of the served demo model, side by side.",
+        epilog="The engine on a GPU: python -m irminsul_backend.benchmarks.gpu_engine.",
     )
     alone: dict[str, Callable[[Progress], dict[str, Any]]] = {"planning": planning, "tokenising": tokenising}
     served: dict[str, Callable[[Bench], dict[str, Any]]] = {

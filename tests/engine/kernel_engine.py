@@ -1,14 +1,8 @@
-"""Run by test_gpu_path.py in a process of its own, with TRITON_INTERPRET=1: one engine by kernels, one by torch.
-
-Everything of the GPU path but graph capture runs here on the CPU. Prints one JSON object.
-"""
+"""One engine by kernels, one by torch, for test_gpu_path.py: on a GPU, or interpreted (all but graph capture)."""
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +13,7 @@ from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.engine import Engine
 from irminsul_backend.engine.batch import Piece
 from irminsul_backend.engine.runner import ModelRunner
-from irminsul_backend.model import MLAModel, deepseek, load_model
+from irminsul_backend.model import MLAModel, deepseek
 from irminsul_backend.protocol import Event, GenerationRequest
 from irminsul_backend.request_spec import SamplingParams
 
@@ -135,13 +129,3 @@ def answers(model: MLAModel, use_kernels: bool) -> dict[str, Any]:
     engine.close()
     assert status["integrity"] == "ok", status
     return found
-
-
-def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    model = load_model(Path(folder), dtype=torch.bfloat16)
-    print(json.dumps({"steps": steps(model), "kernels": answers(model, True), "torch": answers(model, False)}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -222,29 +219,28 @@ def script() -> ModuleType:
     return module
 
 
-def check(found: dict[str, Any]) -> None:
+def check_steps(steps: dict[str, list[float]]) -> None:
     """Distances are those of bf16: of activations rounded at other places, four or five times a layer."""
-    for name, distances in found["steps"].items():
+    for name, distances in steps.items():
         assert max(distances) < 0.02, name
-    kernels, torch_path = found["kernels"], found["torch"]
+
+
+def check_answers(kernels: dict[str, Any], torch_path: dict[str, Any]) -> None:
     for name in ("first", "moved", "same", "cold", "penalised"):
         assert kernels[name] == torch_path[name], name
     assert kernels["moved"]["shifted"] > 50
     assert kernels["sampled"] == kernels["sampled again"], "the same seed, in another place of the batch"
 
 
+@pytest.mark.interpreter
 class TestByTheInterpreter:
     """The engine by kernels against the engine by torch: prefill, holes between moved rows, mixed and padded steps."""
 
-    def test_the_same_as_torch(self, folder: Path) -> None:
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(folder)],
-            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        check(json.loads(done.stdout.splitlines()[-1]))
+    def test_the_same_logits_and_rows_as_torch(self, script: ModuleType, cpu_model: MLAModel) -> None:
+        check_steps(script.steps(cpu_model))
+
+    def test_the_same_answers_as_torch(self, script: ModuleType, cpu_model: MLAModel) -> None:
+        check_answers(script.answers(cpu_model, True), script.answers(cpu_model, False))
 
 
 class Recorder:
@@ -346,13 +342,8 @@ class TestOnAGPU:
     pytestmark = needs_gpu
 
     def test_the_same_as_torch(self, script: ModuleType, gpu_model: MLAModel) -> None:
-        check(
-            {
-                "steps": script.steps(gpu_model),
-                "kernels": script.answers(gpu_model, True),
-                "torch": script.answers(gpu_model, False),
-            }
-        )
+        check_steps(script.steps(gpu_model))
+        check_answers(script.answers(gpu_model, True), script.answers(gpu_model, False))
 
     def test_a_replayed_graph_gives_what_its_kernels_give(self, gpu_model: MLAModel) -> None:
         from irminsul_backend.engine.runner import ModelRunner

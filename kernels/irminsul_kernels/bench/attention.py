@@ -23,7 +23,7 @@ from irminsul_kernels.bench.peers import ADAPTERS
 from irminsul_kernels.bench.report import Bar, Check, Report, Row
 from irminsul_kernels.bench.scenes import NOPE, RANK, ROPE, SCALE, VALUE, Scene, make_scene
 from irminsul_kernels.bench.timing import Ceilings, Timer
-from irminsul_kernels.device import architecture
+from irminsul_kernels.device import architecture, multiprocessors
 from irminsul_kernels.launch import KernelConfig
 
 LIMIT = 2e-3
@@ -49,11 +49,6 @@ def weights(heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
         return (torch.randn(shape, generator=generator, device=device) * RANK**-0.5).bfloat16()
 
     return random(heads, NOPE, RANK), random(heads, RANK, VALUE)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; elsewhere those of an H200."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def check(

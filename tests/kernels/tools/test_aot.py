@@ -5,17 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from irminsul_kernels.tools.aot import (
-    ARCHITECTURES,
-    KernelConfig,
-    all_configs,
-    compile_config,
-    disassemble,
-    inspect,
-    main,
-    main_loop,
-    table,
-)
+from irminsul_kernels.launch import KernelConfig
+from irminsul_kernels.tools.aot import ARCHITECTURES, all_configs, compile_config, inspect, main, table
+from irminsul_kernels.tools.sass import disassemble, main_loop
 
 SAMPLED = "decode, 16 heads, 512 + 64, bf16"
 """The configuration that is compiled for the other architectures; `python -m irminsul_kernels.tools.aot` shows all."""
