@@ -49,7 +49,7 @@ class Bench:
         return self.rng.integers(FIRST_ID, VOCAB, n).astype(np.int32)
 
     def shifted(self, repeats: int = 9) -> dict[str, Any]:
-        """An 8,192-token prompt, 95 % of it known and moved: a new header in front, new text behind."""
+        """An 8,192-token prompt, 95 % of it known and moved: a new header before it, new text after it."""
         off, content, reused = [], [], 0
         for i in self.progress.track(range(repeats + 1), description="shifted prompt"):
             body = self.ids(KNOWN_TOKENS + 32)

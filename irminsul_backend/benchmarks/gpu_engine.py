@@ -146,7 +146,7 @@ class Client:
         return running
 
     def prompt(self, n: int, share: float, known: np.ndarray) -> np.ndarray:
-        """n tokens: a new header of 51, `share` of n from the start of `known`, and new text behind."""
+        """n tokens: a new header of 51, `share` of n from the start of `known`, then new text."""
         body = known[: round(share * n)]
         return np.concatenate((self.ids(51), body, self.ids(n - 51 - len(body))))
 

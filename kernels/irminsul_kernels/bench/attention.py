@@ -1,4 +1,4 @@
-"""The attention parts: decode and extend against float64, against the device's ceilings, and what rotation costs."""
+"""Attention: decode and extend against float64 and against the device's limits, and the cost of rotation."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _extend_reference(
 
 
 def decode(report: Report, timer: Timer, ceilings: Ceilings, device: torch.device) -> None:
-    """Decode by batch and length, what rotation costs, and other libraries on the same rows."""
+    """Decode by batch and length, the cost of rotation, and other libraries on the same rows."""
     for heads, batch, keys in DECODE_CASES:
         case = f"{heads} heads, batch {batch}, {keys} keys"
         scene = make_scene([keys] * batch, device)
@@ -224,7 +224,7 @@ class DecodeRun:
 
 
 def find_config(configs: list[KernelConfig], **constexprs: int) -> KernelConfig:
-    """The bf16 configuration with these constants that its kernel file ships; one that can be had without rotation.
+    """The shipped bf16 configuration with these constants that can also be compiled without rotation.
 
     Raises:
         LookupError: there is none.

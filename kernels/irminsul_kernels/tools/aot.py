@@ -1,12 +1,12 @@
-"""Compile every kernel for GPUs that are not there, and read what came out.
+"""Compile every kernel ahead of time, without a GPU, and report the resources and instructions it takes.
 
     python -m irminsul_kernels.tools.aot [--arch 80 90 100] [--kernel decode] [--json]
 
-A kernel file offers `aot_configs(arch) -> list[KernelConfig]`: what it launches on that architecture. Each is compiled
-by Triton and disassembled; the table shows registers, spills, stack, shared memory, and the instructions that one turn
-of the main loop (the loop with the most matrix instructions) executes at least and at most: on its cheapest and on its
-dearest way. Where a kernel rotates rows, the same configuration without rotation is compiled too, so the price of
-rotation stands beside it, for both ways.
+`aot_configs(arch) -> list[KernelConfig]` of a kernel file lists what it launches on that architecture. Each is compiled
+by Triton and disassembled; the table shows registers, spills, stack, shared memory, and the instructions that one
+iteration of the main loop (the loop with the most matrix instructions) executes at least and at most: on its shortest
+and on its longest path. If a kernel rotates rows, the same configuration is compiled without rotation too, and the
+table shows the cost of rotation on both paths.
 
 Needs the `triton` package, no GPU. Does not work under TRITON_INTERPRET=1.
 """
@@ -36,12 +36,12 @@ SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_44
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one configuration."""
+    """Resources and instructions of one compiled configuration."""
 
     name: str
     arch: int
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     spills: int
     """Instructions that store to or load from local memory."""
     stack: int
@@ -50,27 +50,27 @@ class Report:
     """Bytes per block."""
     shared_limit: int
     loop_least: int
-    """Instructions of the cheapest and of the dearest way once through the main loop; 0 without a loop."""
+    """Instructions on the shortest and on the longest path through the main loop; 0 without a loop."""
     loop_most: int
     global_loads_least: int
     global_loads_most: int
-    """LDG instructions of these ways; the asynchronous copies are not among them."""
+    """LDG instructions on these paths; asynchronous copies are not counted."""
     matrix_products: int
-    """Tensor-core instructions of the dearest way."""
+    """Tensor-core instructions on the longest path."""
     wide_copies: int
     """16-byte asynchronous copies in the whole kernel."""
     unrotated_least: int | None
     unrotated_most: int | None
-    """The same ways of the same configuration without rotation; None where a kernel does not rotate."""
+    """The same paths of the same configuration without rotation; None if the kernel does not rotate."""
 
     @property
     def rotation_cost(self) -> float | None:
-        """Instructions that rotation adds to the cheapest way through the main loop, as a share."""
+        """Instructions that rotation adds to the shortest path through the main loop, as a share."""
         return self.loop_least / self.unrotated_least - 1 if self.unrotated_least else None
 
     @property
     def rotation_cost_most(self) -> float | None:
-        """The same for the dearest way."""
+        """The same for the longest path."""
         return self.loop_most / self.unrotated_most - 1 if self.unrotated_most else None
 
 
@@ -78,7 +78,7 @@ def inspect(config: KernelConfig, arch: int) -> Report:
     """Compile `config` for compute capability `arch` (80: 8.0) and read the machine code.
 
     Raises:
-        ValueError: an architecture whose limits are not known.
+        ValueError: the limits of this architecture are not known.
     """
     if arch not in SHARED_LIMITS:
         raise ValueError(f"arch {arch}: known are {', '.join(map(str, SHARED_LIMITS))}")
@@ -117,7 +117,7 @@ def compile_config(config: KernelConfig, arch: int) -> Any:
     """Triton's compiled kernel; Triton caches it on disk.
 
     Raises:
-        ValueError: an argument of the kernel without a type or value.
+        ValueError: an argument of the kernel has no type or value.
         RuntimeError: TRITON_INTERPRET is set, so there is nothing to compile.
     """
     import triton
@@ -152,7 +152,7 @@ def _cuobjdump(cubin: Path) -> str:
 
 
 def all_configs(arch: int, only: str | None = None) -> list[KernelConfig]:
-    """What every kernel file launches on `arch`, or the file named `only`."""
+    """The configurations that every kernel file, or only the one named `only`, launches on `arch`."""
     configs: list[KernelConfig] = []
     for room in (attention, ops):
         for info in pkgutil.iter_modules(room.__path__, room.__name__ + "."):
@@ -165,7 +165,7 @@ def all_configs(arch: int, only: str | None = None) -> list[KernelConfig]:
 
 
 def table(reports: list[Report]) -> str:
-    """One line a report."""
+    """One line per report."""
     width = max(len(r.name) for r in reports)
     lines = [
         f"{'':{width}}       per thread              KB per block   instructions of the main loop: least/most"
@@ -187,13 +187,14 @@ def table(reports: list[Report]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 where a kernel spills or asks for more shared memory than the device has."""
+    """Returns 1 if a kernel spills or needs more shared memory than the device has."""
     parser = argparse.ArgumentParser(
         prog="python -m irminsul_kernels.tools.aot", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="compute capabilities")
-    parser.add_argument("--kernel", help="only this kernel file, e.g. decode")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    about = "compute capabilities, 90 for 9.0 (default: 80 90 100)"
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help=about)
+    parser.add_argument("--kernel", help="compile only this kernel file, e.g. decode")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
     unknown = [a for a in args.arch if a not in SHARED_LIMITS]
     if unknown:

@@ -31,10 +31,10 @@ def disassemble(sass: str) -> list[Instruction]:
 
 
 def main_loop(code: list[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
-    """The cheapest and the dearest way once through the loop with the most matrix products.
+    """The shortest and the longest path through one iteration of the loop with the most matrix instructions.
 
     Loops are found from the control flow, not from addresses: the compiler moves unlikely branches out of line. An
-    inner loop counts as one turn. Without a loop both ways are empty.
+    inner loop counts as one iteration. Without a loop both paths are empty.
     """
     blocks, successors = _control_flow(code)
     loops = [_loop_body(head, tail, successors) for head, tail in _back_edges(successors)]
@@ -125,7 +125,7 @@ def _loop_body(head: int, tail: int, successors: list[list[int]]) -> tuple[int, 
 
 
 def _way(head: int, inner: dict[int, list[int]], ends: set[int], blocks: list[list[Instruction]], choose: Any) -> Any:
-    """The way from `head` to one of `ends` with the fewest (choose = min) or the most instructions."""
+    """The path from `head` to one of `ends` with the fewest (choose = min) or the most instructions (max)."""
     known: dict[int, tuple[int, list[int]] | None] = {}
 
     def best(block: int) -> tuple[int, list[int]] | None:

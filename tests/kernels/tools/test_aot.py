@@ -57,7 +57,7 @@ SASS = """
 
 class TestDisassembly:
     def test_ways_through_the_loop_with_matrix_products(self) -> None:
-        """A skipped part, a part out of line behind the end, another loop without products, the end's own loop."""
+        """A skipped part, a part out of line after the end, another loop without products, the end's own loop."""
         least, most = main_loop(disassemble(SASS))
         assert [hex(i.address) for i in least] == ["0x10", "0x20", "0x30", "0x60", "0x70", "0x80"]
         assert [i.opcode for i in most if i not in least] == ["LDG.E", "FMUL", "MUFU.SIN", "BRA"]
