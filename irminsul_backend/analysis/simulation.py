@@ -15,7 +15,7 @@ from irminsul_traffic.traces import Message
 from irminsul_backend.analysis.causes import CAUSES, Part, classify, likeness, parts_of
 from irminsul_backend.analysis.results import Break, CapacityPoint, Cause, PromptResult, ReplayResult
 from irminsul_backend.analysis.tokens import Prompt, PromptTokenizer
-from irminsul_backend.cache import CachedSequence, PICache, Registry, Segment, plan
+from irminsul_backend.cache import POLICIES, CachedSequence, PICache, Registry, Segment, plan
 from irminsul_backend.cache.bound import GramBound
 from irminsul_backend.chunking import Preset, cut, fingerprint
 from irminsul_backend.chunking.cutting import common_prefix
@@ -74,7 +74,7 @@ class UnlimitedCache:
             ids,
             ends,
             fingerprints,
-            reuse="content",
+            policy=POLICIES["content"],
             extension=self._preset.extension,
             min_segment=self._preset.min_segment,
             gram=self._preset.gram,
@@ -112,7 +112,7 @@ class LimitedCache:
         """Admit, compute and retire one prompt. One that is longer than the cache is computed and not kept."""
         try:
             admission = self._cache.admit(
-                ids, ends, fingerprints, namespace=NAMESPACE, session_id=session, reuse="content", max_new=0
+                ids, ends, fingerprints, namespace=NAMESPACE, session_id=session, policy=POLICIES["content"], max_new=0
             )
         except CapacityError:
             admission = None
@@ -120,7 +120,7 @@ class LimitedCache:
             self._computed += len(ids)
             return []
         self._cache.advance(admission.sequence, len(ids))
-        self._cache.retire(admission.sequence, ends, fingerprints)
+        self._cache.retire(admission.sequence)
         count = count_reuse(admission.segments)
         self._exact += count.exact
         self._content += count.content

@@ -26,7 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from irminsul_backend.benchmarks.tokenizing import changed_message
-from irminsul_backend.cache import CachedSequence, Registry, plan
+from irminsul_backend.cache import POLICIES, CachedSequence, Registry, plan
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.engine import Engine
@@ -152,7 +152,16 @@ def planning(progress: Progress, repeats: int = 9, cached: int = 10_000_000) -> 
         ends = cut(prompt, preset)
         prints = fingerprint(prompt, ends, "n")
         middle = time.perf_counter()
-        plan(registry, "n", prompt, ends, prints, reuse="content", extension=True, min_segment=preset.min_segment)
+        plan(
+            registry,
+            "n",
+            prompt,
+            ends,
+            prints,
+            policy=POLICIES["content"],
+            extension=True,
+            min_segment=preset.min_segment,
+        )
         cutting.append(1000 * (middle - start))
         planned.append(1000 * (time.perf_counter() - middle))
     cut_ms, plan_ms = statistics.median(cutting), statistics.median(planned)

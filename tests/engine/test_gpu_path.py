@@ -145,7 +145,7 @@ class TestSamplingOnTheDevice:
     def sampler(**params: Any) -> Sampler:
         fields = {name: params.pop(name) for name in ("bad_words", "return_log_probs") if name in params}
         request = GenerationRequest(key="k", sampling=SamplingParams(**params), **fields)
-        return Sampler(request, torch.zeros(1, dtype=torch.int64), 12)
+        return Sampler(request, np.zeros(1, np.int32), 12)
 
     def test_which_requests_it_can_serve(self) -> None:
         assert self.sampler(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=1).is_plain
