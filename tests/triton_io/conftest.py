@@ -27,12 +27,7 @@ BORDER = ("steps", "endpoints", "metrics", "build")
 @pytest.fixture
 def backend_utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The fake of Triton's module, in its place. A model's request to another model fails unless a test sets `bls`."""
-
-    def nobody(request: Any) -> list[Any]:
-        raise RuntimeError(f"model {request.model_name} is not loaded")
-
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake_backend_utils)
-    monkeypatch.setattr(fake_backend_utils, "bls", nobody, raising=False)
     monkeypatch.setattr(fake_backend_utils, "metrics", {})
     return fake_backend_utils
 
