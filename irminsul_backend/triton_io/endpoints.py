@@ -79,6 +79,8 @@ class Endpoint:
                 inputs.append(_tensor(STREAM, False))
             self._relay(inputs, fields.get("session_id"), bool(fields.get("session_end")), client)
         except Exception as error:
+            if self._clients.get(key) is client:
+                self._stopper.stop(key)  # the ensemble may still be answering
             client.send(refuse(error), final=True)
         finally:
             with self._lock:
