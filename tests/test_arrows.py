@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("irminsul_backend", "client/irminsul_client", "kernels/irminsul_kernels", "loadtest/irminsul_traffic")
+IMPORTERS = ("import_module", "__import__", "find_spec")
 NAMES = tuple(package.rpartition("/")[2] for package in PACKAGES)
 
 
@@ -25,8 +26,7 @@ def dynamic_imports(source: str) -> list[str]:
         call.args[0].value
         for call in ast.walk(ast.parse(source))
         if isinstance(call, ast.Call)
-        and (getattr(call.func, "attr", "") or getattr(call.func, "id", ""))
-        in ("import_module", "__import__", "find_spec")
+        and (getattr(call.func, "attr", "") or getattr(call.func, "id", "")) in IMPORTERS
         and call.args
         and isinstance(call.args[0], ast.Constant)
         and str(call.args[0].value).startswith(NAMES)
