@@ -20,3 +20,5 @@ __all__ = [
     "rotate",
     "turns_per_position",
 ]
+
+__version__ = "0.1.0"
