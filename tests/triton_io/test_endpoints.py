@@ -116,7 +116,7 @@ class TestRequests:
         request = make_request(text_input="x", stream=True)
         start(False).execute([request])
         assert texts(request.sender, backend_utils) == ["hello"]
-        assert ensemble.inputs[0]["stream"] is False
+        assert [t.as_numpy().item() for t in ensemble.asked[0].inputs() if t.name() == "stream"] == [False]
 
     def test_session_and_key_become_the_requests_own(self, ask: Any, ensemble: Ensemble) -> None:
         ask(text_input="x", session_id="s", session_end=True, cancel_key="k").wait()
@@ -286,6 +286,16 @@ class TestClientsThatGoAway:
         time.sleep(0.05)
         sender.wait()  # checks that the sender was used by the rules
         assert ensemble.stopped == []
+
+    def test_nobody_is_asked_about_while_the_last_response_is_on_its_way(
+        self, endpoints: Any, backend_utils: Any
+    ) -> None:
+        sender = backend_utils.InferenceResponseSender()
+        client = endpoints.Client(sender)
+        client.send(backend_utils.InferenceResponse([]), final=True)
+        sender.cancelled = True
+        assert not client.is_gone()
+        sender.wait()
 
     def test_a_client_that_cannot_be_asked_about_hides_no_other(
         self, ask: Any, ensemble: Ensemble, generating: Any, caplog: pytest.LogCaptureFixture
