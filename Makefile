@@ -1,4 +1,4 @@
-# make demo | test | loadtest | bench | kernels | train | lint | clean
+# make demo | test | loadtest | bench | kernels | train | generate | lint | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ USERS ?= 8
 SECONDS ?= 30
 STAMP := $(VENV)/.irminsul-setup
 
-.PHONY: setup demo test loadtest bench kernels train lint clean
+.PHONY: setup demo test loadtest bench kernels train generate lint clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ kernels: setup
 # the shipped model, from nothing: on a GPU if there is one
 train: setup
 	@$(BIN)/python -m irminsul_backend.training.train
+
+# after a change of irminsul_backend/request_spec.py: the files that are made from the table of inputs
+generate: setup
+	@$(BIN)/python -m irminsul_backend.commands.generated_files
 
 lint: setup
 	$(BIN)/ruff check .

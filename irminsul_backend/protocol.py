@@ -3,54 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.request_spec import SamplingParams
 
-REUSE_MODES = ("off", "exact", "content")
 MAX_SESSION_ID_BYTES = 128
-DEFAULT_MAX_TOKENS = 128
 
 FinishReason = Literal["", "stop", "length", "cancelled"]
 EventKind = Literal["admitted", "progress", "tokens", "finished", "error"]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the next token is chosen. Names and meanings follow TRT-LLM's tensors; the defaults are greedy."""
-
-    max_tokens: int = DEFAULT_MAX_TOKENS
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int = 0
-    """0 = no limit."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    """Same seed, same request, same reuse history: same tokens. None draws one."""
-
-    def validate(self) -> None:
-        """Raise InvalidRequestError naming the field, its value and the limit."""
-
-        def check(name: str, ok: bool, limit: str) -> None:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and ok):
-                raise InvalidRequestError(f"{name} is {value}; it must be {limit}")
-
-        check("max_tokens", self.max_tokens >= 1, "at least 1")
-        check("temperature", self.temperature >= 0, "a finite number, at least 0 (0 is greedy)")
-        check("top_k", self.top_k >= 0, "at least 0 (0 = no limit)")
-        check("top_p", 0 < self.top_p <= 1, "over 0 and at most 1")
-        check("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        check("repetition_penalty", self.repetition_penalty > 0, "a finite number over 0 (1 = none)")
-        check("presence_penalty", True, "a finite number")
-        check("frequency_penalty", True, "a finite number")
 
 
 @dataclass(frozen=True)
@@ -62,7 +24,8 @@ class GenerationRequest:
     session_id: str = ""
     namespace: str = ""
     """Rows are shared inside one namespace only (tenant salt, or the session)."""
-    reuse: Literal["off", "exact", "content"] = "content"
+    reuse: str = "content"
+    """Name of the reuse policy."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stream: bool = False
     end_ids: Sequence[int] = ()

@@ -22,7 +22,7 @@ import grpc.experimental.gevent
 from irminsul_client import Client, IrminsulClientError, ServerUnavailable, Session
 from irminsul_traffic.scenarios import SCENARIOS, apply_scenario
 from irminsul_traffic.synthetic import synthetic_sessions
-from irminsul_traffic.traces import Message, TraceSession, read_trace
+from irminsul_traffic.traces import Message, TraceError, TraceSession, read_trace
 from locust import User, between, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
@@ -69,7 +69,7 @@ def prepare(environment: Environment, **_: Any) -> None:
         if options.headless:
             with Client(environment.host) as client:
                 client.check_ready()
-    except IrminsulClientError as error:
+    except (IrminsulClientError, TraceError) as error:
         sys.exit(f"load test: {error}")
 
 
@@ -93,11 +93,13 @@ class AgentUser(User):
     sessions: Iterator[TraceSession]
 
     def wait_time(self) -> float:
+        """Seconds between two turns, at random around the mean."""
         mean = self.environment.parsed_options.think_time
         return float(between(0.5 * mean, 1.5 * mean)(self))
 
     @task
     def run_session(self) -> None:
+        """Replay the next session from its first turn to its last."""
         recorded = next(self.sessions)
         with self.client.session(f"load-{uuid.uuid4()}") as session:
             for number, messages in enumerate(recorded.turns):
@@ -106,6 +108,7 @@ class AgentUser(User):
                 self.run_turn(session, messages, end=number == len(recorded.turns) - 1)
 
     def run_turn(self, session: Session, messages: Sequence[Message], end: bool) -> None:
+        """Send one turn and record its times and tokens, or its error."""
         options = self.environment.parsed_options
         begin = time.perf_counter()
         try:
@@ -141,4 +144,4 @@ def print_tokens(environment: Environment, **_: Any) -> None:
     for source, count in totals.items():
         table.add_row(source, f"{count:,.0f}", f"{count / prompt:.1%}" if prompt else "-")
     table.add_row("all", f"{prompt:,.0f}", "")
-    Console(stderr=True).print(table)  # beside Locust's own tables; --json has standard output
+    Console(stderr=True).print(table)  # Locust's own tables go there too; with --json, standard output is JSON

@@ -17,7 +17,7 @@ from irminsul_backend.config import ServerConfig
 from irminsul_backend.triton_io.server.launcher import Server, running_server
 from irminsul_backend.triton_io.tensors import CONTROL_INPUT, REQUEST_INPUTS, SESSION_INPUTS, to_array
 
-pytest_plugins = ["fake_ensemble", "one_layer_model"]
+pytest_plugins = ["fake_ensemble", "interpreter_process", "one_layer_model"]
 
 SPECS = {spec.name: spec for spec in (*REQUEST_INPUTS, *SESSION_INPUTS, CONTROL_INPUT)}
 

@@ -8,7 +8,7 @@
 
 from irminsul_client._client import Client, Session
 from irminsul_client._http import HTTPClient
-from irminsul_client._request import RequestOptions
+from irminsul_client._inputs import RequestOptions, Reuse
 from irminsul_client._types import Chunk, Completion, Usage
 from irminsul_client.errors import (
     InvalidRequest,
@@ -19,7 +19,6 @@ from irminsul_client.errors import (
     ServerUnavailable,
     SessionAlreadyOpen,
     SessionExpired,
-    TraceError,
 )
 
 __version__ = "0.1.0"
@@ -34,12 +33,12 @@ __all__ = [
     "RequestCancelled",
     "RequestOptions",
     "RequestTimeout",
+    "Reuse",
     "ServerError",
     "ServerUnavailable",
     "Session",
     "SessionAlreadyOpen",
     "SessionExpired",
-    "TraceError",
     "Usage",
     "__version__",
 ]

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from irminsul_client._grpc import GrpcTransport
-from irminsul_client._request import RequestOptions, build_fields
+from irminsul_client._inputs import RequestOptions
+from irminsul_client._request import build_fields
 from irminsul_client._transport import Request, Transport
 from irminsul_client._types import Chunk, Completion, chunk_from_outputs
 from irminsul_client.errors import (

@@ -18,7 +18,8 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from irminsul_client._request import TENSORS, shorten
+from irminsul_client._inputs import TENSORS
+from irminsul_client._request import shorten
 from irminsul_client._transport import Request, Response
 from irminsul_client.errors import (
     InvalidRequest,
@@ -57,7 +58,7 @@ def _length_prefixed(value: str | bytes) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-def _to_array(values: list[Any], datatype: str) -> np.ndarray:
+def _to_array(values: list[Any], datatype: str) -> np.ndarray[Any, Any]:
     dtype = np.dtype(NUMPY_TYPES[datatype])
     array = np.asarray(values)
     if dtype.kind in "iu" and array.size:

@@ -14,7 +14,8 @@ import httpx
 
 from irminsul_client._client import DEFAULT_TIMEOUT
 from irminsul_client._grpc import encode_tensor
-from irminsul_client._request import TENSORS, RequestOptions, build_fields
+from irminsul_client._inputs import TENSORS, RequestOptions
+from irminsul_client._request import build_fields
 from irminsul_client._types import Chunk, Completion, chunk_from_outputs
 from irminsul_client.errors import InvalidRequest, RequestTimeout, ServerError, ServerUnavailable, server_error
 
@@ -166,5 +167,5 @@ def _parse(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ServerError(f"the server's answer is not JSON: {text[:200]!r}") from error
     if not isinstance(outputs, dict):
-        raise ServerError(f"the server's answer is no JSON object: {text[:200]!r}")
+        raise ServerError(f"the server's answer is not a JSON object: {text[:200]!r}")
     return outputs

@@ -4,84 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any
 
+from irminsul_client._inputs import PROMPTS, TENSOR_NAMES, TENSORS, RequestOptions
 from irminsul_client.errors import InvalidRequest
-
-Reuse = Literal["off", "exact", "content"]
-
-
-class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of ``stream`` and ``generate``. One of messages, text and input_ids is needed;
-    None counts as not given."""
-
-    messages: Sequence[Mapping[str, Any]]
-    """Chat messages; the server renders them with the model's own template."""
-    text: str
-    """A prompt that is tokenised as it is."""
-    input_ids: Sequence[int]
-    """A prompt that is tokenised already."""
-    tools: Sequence[Mapping[str, Any]]
-    """Tool schemas for the chat template."""
-    max_tokens: int | None
-    reuse: Reuse | None
-    """Which earlier work may be used again: none, the exact prefix, or any known content (the server's default)."""
-    cache_salt: str | None
-    """Only requests of equal salt share cached work."""
-    temperature: float
-    """0, the server's default, is greedy."""
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    stop_words: Sequence[str]
-    bad_words: Sequence[str]
-    end_id: int
-    ignore_eos: bool
-    return_log_probs: bool
-    echo: bool
-    """Put the prompt's text in front of the answer."""
-
-
-class TensorSpec(NamedTuple):
-    """How one input is sent: Triton's datatype, and whether it is a list (shape [n]) or a single value (shape [1])."""
-
-    datatype: str
-    is_list: bool = False
-
-
-TENSORS: dict[str, TensorSpec] = {
-    "text_input": TensorSpec("BYTES"),
-    "messages": TensorSpec("BYTES"),
-    "tools": TensorSpec("BYTES"),
-    "input_ids": TensorSpec("INT32", is_list=True),
-    "max_tokens": TensorSpec("INT32"),
-    "stop_words": TensorSpec("BYTES", is_list=True),
-    "bad_words": TensorSpec("BYTES", is_list=True),
-    "top_k": TensorSpec("INT32"),
-    "top_p": TensorSpec("FP32"),
-    "temperature": TensorSpec("FP32"),
-    "min_p": TensorSpec("FP32"),
-    "repetition_penalty": TensorSpec("FP32"),
-    "presence_penalty": TensorSpec("FP32"),
-    "frequency_penalty": TensorSpec("FP32"),
-    "seed": TensorSpec("UINT64"),
-    "stream": TensorSpec("BOOL"),
-    "end_id": TensorSpec("INT32"),
-    "ignore_eos": TensorSpec("BOOL"),
-    "return_log_probs": TensorSpec("BOOL"),
-    "exclude_input_in_output": TensorSpec("BOOL"),
-    "reuse": TensorSpec("BYTES"),
-    "cache_salt": TensorSpec("BYTES"),
-    "session_id": TensorSpec("BYTES"),
-    "session_end": TensorSpec("BOOL"),
-}
-"""Inputs of `irminsul`; the last two belong to the HTTP entrances only."""
-
-PROMPTS = ("messages", "text", "input_ids")
 
 
 def build_fields(options: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
@@ -103,18 +29,17 @@ def build_fields(options: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
 
     fields: dict[str, Any] = {"stream": stream}
     for name, value in given.items():
-        if name == "text":
-            fields["text_input"] = value
-        elif name == "echo":
-            fields["exclude_input_in_output"] = not value
+        tensor = TENSOR_NAMES.get(name, name)
+        if name == "echo":
+            fields[tensor] = not value
         elif name in ("messages", "tools"):
-            fields[name] = _to_json(name, value)
-        elif TENSORS[name].is_list:
+            fields[tensor] = _to_json(name, value)
+        elif TENSORS[tensor].is_list:
             values = _to_list(name, value)
             if values or name == "input_ids":
-                fields[name] = values
+                fields[tensor] = values
         else:
-            fields[name] = value
+            fields[tensor] = value
     return fields
 
 

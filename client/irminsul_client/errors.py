@@ -1,4 +1,14 @@
-"""Every error the client raises on purpose. Catch IrminsulClientError for all of them."""
+"""The exceptions of the client.
+
+IrminsulClientError
+  - InvalidRequest
+    - SessionExpired
+    - SessionAlreadyOpen
+  - ServerError
+  - ServerUnavailable
+  - RequestTimeout
+  - RequestCancelled
+"""
 
 from __future__ import annotations
 
@@ -6,7 +16,7 @@ import re
 
 
 class IrminsulClientError(Exception):
-    """Base of all errors below; the message is the server's own where it sent one."""
+    """Base class of all errors that the client raises on purpose; the message is the server's own where it sent one."""
 
 
 class InvalidRequest(IrminsulClientError):
@@ -35,10 +45,6 @@ class RequestTimeout(IrminsulClientError):
 
 class RequestCancelled(IrminsulClientError):
     """The request was cancelled by somebody else: the client was closed, or the server shut down."""
-
-
-class TraceError(IrminsulClientError):
-    """A trace file cannot be read; the message names file, line and what is wrong there."""
 
 
 FAULT_OF_THE_SERVER = re.compile(

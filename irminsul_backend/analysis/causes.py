@@ -15,13 +15,13 @@ Part = tuple[str, str]
 """(role, text)"""
 
 CAUSES: dict[str, str] = {
-    "header": "Move clocks, request ids and counters behind the history, or out of the prompt: one changed token near "
-    "the start costs everything behind it.",
+    "header": "Move clocks, request ids and counters after the history, or out of the prompt: one changed token near "
+    "the start costs everything after it.",
     "tool_order": "Send the tools in one fixed order, sorted by name, in every request.",
     "tool_set": "Keep the tool list constant in a session (say in the last message which ones are off), or put those "
     "that come and go at its end.",
-    "document_order": "Append new documents and results behind the old ones; do not sort them anew every turn.",
-    "document_set": "Keep retrieved documents where they were first sent and add new ones behind them.",
+    "document_order": "Append new documents and results after the old ones; do not sort them anew every turn.",
+    "document_set": "Keep retrieved documents where they were first sent and add new ones after them.",
     "pruned_output": "Prune old outputs rarely and many at once, or shorten them before they are first sent.",
     "trimmed_history": "Trim in large steps (down to half, not message by message), so that most turns only append.",
     "moved_reminder": "Leave a reminder in the message where it was first sent, or send it as the last message only.",
@@ -35,7 +35,7 @@ OUTPUT_ROLES = ("tool", "function")
 HEADER_CHANGE = 512
 """Characters; a longer change in the first message is a rewrite, not a header."""
 HEADER_CONTEXT = 32
-"""Characters behind the change that must be equal, unless only clocks and nonces changed."""
+"""Characters after the change that must be equal, unless only clocks and nonces changed."""
 _VOLATILE = re.compile(
     r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
     r"|\b(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b"
@@ -89,7 +89,7 @@ def classify(former: Sequence[Part], current: Sequence[Part]) -> str:
     if was in staying:
         if now in known:
             return "document_order"
-        # The former newest message now stands behind new ones; anything else was put in between.
+        # The former newest message now stands after new ones; anything else was put in between.
         return "moved_reminder" if at == len(former) - 1 and _is_aside(was, current) else "rewritten_message"
     if _was_trimmed(former, current, at, known, staying):
         return "trimmed_history"
@@ -131,12 +131,12 @@ def _same_but_volatile(was: str, now: str) -> bool:
 
 
 def _is_aside(part: Part, current: Sequence[Part]) -> bool:
-    """Whether a message was sent again as one of the newest: with at most one behind it."""
+    """Whether a message was sent again as one of the newest: with at most one after it."""
     return part in current[-2:]
 
 
 def _system_moved(former: Sequence[Part], current: Sequence[Part], at: int) -> bool:
-    """Whether a system message near the end now stands near the new end, behind what followed it, clocks apart."""
+    """Whether a system message near the end now stands near the new end, after what followed it, clocks apart."""
     role, was = former[at]
     if not _is_newest(former, at):
         return False
@@ -191,7 +191,7 @@ def _was_trimmed(
     while at + inserted < len(current) and current[at + inserted] not in known:
         inserted += 1
     if at + inserted == len(current):
-        # Nothing that stood behind the break is left.
+        # Nothing that stood after the break is left.
         return len(former) - at > 1 and not any(part in staying for part in former[at:])
     resumed = former.index(current[at + inserted], at)
     gone = sum(part not in staying for part in former[at:resumed])

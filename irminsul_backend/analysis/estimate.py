@@ -64,7 +64,7 @@ class ModelSize:
         return self.num_hidden_layers * attention + moe_layers * moe + (self.num_hidden_layers - moe_layers) * dense
 
     def prefill_flops(self, start: int, end: int) -> int:
-        """FLOPs of computing positions [start, end) behind [0, start)."""
+        """FLOPs of computing positions [start, end) after [0, start)."""
         width = self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
         seen = (end * (end + 1) - start * (start + 1)) // 2
         return 2 * (end - start) * self.active_weights + 2 * self.num_hidden_layers * self.num_attention_heads * (

@@ -16,7 +16,7 @@ SIMILAR = 0.5
 """Least share of the shorter prompt that two prompts of a session have in common."""
 
 SIMILAR_END = 0.8
-"""The same for texts that end alike: a reminder behind different messages may be longer than they are."""
+"""Least such share for texts that end alike: a reminder after different messages may be longer than they are."""
 
 
 class SessionGuesser:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import zstandard
-from irminsul_client.errors import TraceError
-from irminsul_traffic.traces import Message, TraceSession, open_lines, session_from_row
+from irminsul_traffic.traces import Message, TraceError, TraceSession, open_lines, session_from_row
 
 from irminsul_backend.analysis.bodies import KNOWN_ROLES, find_body, parse_body, session_key, user_key
 from irminsul_backend.analysis.grouping import SessionGuesser

@@ -147,7 +147,7 @@ function promptMap(section, result) {
       `${num(prompt.exact)} exact prefix (${pct(prompt.exact, prompt.tokens)}), ${num(prompt.content)} reused beyond it in ` +
       `${counted(segments(prompt), "segment")} (${pct(prompt.content, prompt.tokens)}), ${num(prompt.computed)} computed (${pct(prompt.computed, prompt.tokens)}).`),
     prompt.breaks.map(([position, cause, lost]) => h("p", { class: "note" },
-      `At position ${num(position)}, the mark on the map, it leaves the most similar prompt before it: ${cause}. A prefix cache loses ${counted(lost, "known token")} behind it.`)),
+      `At position ${num(position)}, the mark on the map, it leaves the most similar prompt before it: ${cause}. A prefix cache loses ${counted(lost, "known token")} after it.`)),
   ]);
   const plot = section.appendChild(h("div", { class: "plot" }));
   if (prompt.content) plot.append(drawRibbons(plot.clientWidth, prompt, list));
@@ -176,7 +176,7 @@ function causes(section, result) {
   const most = Math.max(...result.causes.map((c) => c.lost), 1);
   fill(section, {}, [
     h("h2", {}, "Why prefixes break"),
-    h("p", { class: "note" }, "Where each prompt first differs from the most similar one before it, and the known tokens behind that place, which a prefix cache computes again."),
+    h("p", { class: "note" }, "Where each prompt first differs from the most similar one before it, and the known tokens after that place, which a prefix cache computes again."),
     h("ul", { class: "rows causes" }, result.causes.map((c) => row(c.name,
       h("div", { class: "chart", role: "img", "aria-label": `${pct(c.lost, result.tokens)} of all tokens` }, h("div", { class: "lost", style: `width:${(100 * c.lost) / most}%` })),
       [h("b", {}, counted(c.lost, "token")), ` (${pct(c.lost, result.tokens)}) in ${counted(c.prompts, "prompt")}`],

@@ -201,7 +201,7 @@ def _example(b: Break, sessions: dict[str, int], show_text: bool) -> dict[str, A
 
 
 def _problems(results: Sequence[ReplayResult], names: dict[str, str]) -> list[dict[str, Any]]:
-    """Of each file once, however many results it has."""
+    """Each file's problems once, however many results it has."""
     by_file: dict[str, dict[str, None]] = {}
     for r in results:
         by_file.setdefault(names[r.file], {}).update(dict.fromkeys(r.problems))

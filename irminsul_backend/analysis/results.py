@@ -13,7 +13,7 @@ class PromptResult:
     turn: int
     tokens: int
     exact: int
-    """Of the longest prefix seen before in any session, token by token."""
+    """Tokens of the longest prefix seen before in any session, counted token by token."""
     exact_blocks: int
     """The same in whole blocks, as engines with paged caches count it."""
     content: int
@@ -33,7 +33,7 @@ class Break:
     cause: str
     """A name from ``irminsul_backend.analysis.causes.CAUSES``."""
     lost: int
-    """Known tokens behind the break that a prefix cache loses."""
+    """Known tokens after the break that a prefix cache loses."""
     before: str = ""
     """A few tokens of context before the break; empty unless text may be shown."""
     was: str = ""

@@ -15,7 +15,7 @@ from irminsul_traffic.traces import Message
 from irminsul_backend.analysis.causes import CAUSES, Part, classify, likeness, parts_of
 from irminsul_backend.analysis.results import Break, CapacityPoint, Cause, PromptResult, ReplayResult
 from irminsul_backend.analysis.tokens import Prompt, PromptTokenizer
-from irminsul_backend.cache import CachedSequence, PICache, Registry, Segment, plan
+from irminsul_backend.cache import POLICIES, CachedSequence, PICache, Registry, Segment, plan
 from irminsul_backend.cache.bound import GramBound
 from irminsul_backend.chunking import Preset, cut, fingerprint
 from irminsul_backend.chunking.cutting import common_prefix
@@ -41,6 +41,8 @@ class Turn(NamedTuple):
 
 
 class ReuseCount(NamedTuple):
+    """Reused tokens of one prompt: of the exact prefix, by content, and the segments that hold them."""
+
     exact: int
     content: int
     segments: tuple[tuple[int, int, int, bool], ...]
@@ -72,7 +74,7 @@ class UnlimitedCache:
             ids,
             ends,
             fingerprints,
-            reuse="content",
+            policy=POLICIES["content"],
             extension=self._preset.extension,
             min_segment=self._preset.min_segment,
             gram=self._preset.gram,
@@ -110,7 +112,7 @@ class LimitedCache:
         """Admit, compute and retire one prompt. One that is longer than the cache is computed and not kept."""
         try:
             admission = self._cache.admit(
-                ids, ends, fingerprints, namespace=NAMESPACE, session_id=session, reuse="content", max_new=0
+                ids, ends, fingerprints, namespace=NAMESPACE, session_id=session, policy=POLICIES["content"], max_new=0
             )
         except CapacityError:
             admission = None
@@ -118,7 +120,7 @@ class LimitedCache:
             self._computed += len(ids)
             return []
         self._cache.advance(admission.sequence, len(ids))
-        self._cache.retire(admission.sequence, ends, fingerprints)
+        self._cache.retire(admission.sequence)
         count = count_reuse(admission.segments)
         self._exact += count.exact
         self._content += count.content
@@ -185,6 +187,8 @@ class BreakFinder:
 
 @dataclass(frozen=True)
 class ReplayOptions:
+    """What a replay computes."""
+
     block: int = 16
     capacities: tuple[int, ...] = ()
     bound: bool = False
@@ -192,7 +196,7 @@ class ReplayOptions:
     show_text: bool = False
 
     def passes(self, presets: int) -> int:
-        """How often a replay goes through all prompts."""
+        """The number of times a replay goes through all prompts."""
         return 1 + presets * (1 + len(self.capacities)) + self.bound
 
 

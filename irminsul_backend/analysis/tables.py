@@ -113,7 +113,7 @@ def causes_table(results: Sequence[ReplayResult]) -> Table:
         table.add_row(scenario, preset, NO_CAUSE, f"{first:,}", f"{rest:,}", percent(rest, tokens), "-")
         table.add_section()
     table.caption = (
-        "tokens lost: known tokens behind the break, which content reuse gets back; %: of all prompt tokens; break at: "
+        "tokens lost: known tokens after the break, which content reuse gets back; %: of all prompt tokens; break at: "
         f"median position of the first token that differs; {NO_CAUSE}: what content reuse finds for first prompts of "
         "sessions, in other sessions; with it the tokens add up to content"
     )

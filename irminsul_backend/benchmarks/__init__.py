@@ -1,1 +1,1 @@
-"""Timings, as ratios taken side by side in one run: `python -m irminsul_backend.benchmarks`."""
+"""Timings: `python -m irminsul_backend.benchmarks` as ratios taken in one run; `.gpu_engine`: the engine on a GPU."""

@@ -26,11 +26,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from irminsul_backend.benchmarks.tokenizing import changed_message
-from irminsul_backend.cache import CachedSequence, Registry, plan
+from irminsul_backend.cache import POLICIES, CachedSequence, Registry, plan
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.engine import Engine
-from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams
+from irminsul_backend.protocol import Event, GenerationRequest
+from irminsul_backend.request_spec import SamplingParams
 from irminsul_backend.triton_io.server.launcher import Server, running_server
 
 PROMPT_TOKENS, KNOWN_TOKENS = 8192, 7782
@@ -48,7 +49,7 @@ class Bench:
         return self.rng.integers(FIRST_ID, VOCAB, n).astype(np.int32)
 
     def shifted(self, repeats: int = 9) -> dict[str, Any]:
-        """An 8,192-token prompt, 95 % of it known and moved: a new header in front, new text behind."""
+        """An 8,192-token prompt, 95 % of it known and moved: a new header before it, new text after it."""
         off, content, reused = [], [], 0
         for i in self.progress.track(range(repeats + 1), description="shifted prompt"):
             body = self.ids(KNOWN_TOKENS + 32)
@@ -151,7 +152,16 @@ def planning(progress: Progress, repeats: int = 9, cached: int = 10_000_000) -> 
         ends = cut(prompt, preset)
         prints = fingerprint(prompt, ends, "n")
         middle = time.perf_counter()
-        plan(registry, "n", prompt, ends, prints, reuse="content", extension=True, min_segment=preset.min_segment)
+        plan(
+            registry,
+            "n",
+            prompt,
+            ends,
+            prints,
+            policy=POLICIES["content"],
+            extension=True,
+            min_segment=preset.min_segment,
+        )
         cutting.append(1000 * (middle - start))
         planned.append(1000 * (time.perf_counter() - middle))
     cut_ms, plan_ms = statistics.median(cutting), statistics.median(planned)
@@ -192,7 +202,8 @@ def _direct(engine: Engine, prompt: np.ndarray, tokens: int, key: str) -> list[f
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Benchmarks of the planner and of the served demo model, side by side."
+        description="Benchmarks of the planner and of the served demo model, side by side.",
+        epilog="The engine on a GPU: python -m irminsul_backend.benchmarks.gpu_engine.",
     )
     alone: dict[str, Callable[[Progress], dict[str, Any]]] = {"planning": planning, "tokenising": tokenising}
     served: dict[str, Callable[[Bench], dict[str, Any]]] = {

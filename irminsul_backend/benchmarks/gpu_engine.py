@@ -1,25 +1,28 @@
-"""The engine part of `python -m irminsul_kernels.bench`: a model of DeepSeek-V2-Lite's shapes with random weights.
+"""`python -m irminsul_backend.benchmarks.gpu_engine`: the engine on a GPU, with random weights of V2-Lite's shapes.
 
-Random weights cost what trained ones cost, but for the router: here tokens spread over the experts evenly. Times are
-the engine's own, from `submit` to the event; text, HTTP and Triton are not in them.
+Random weights cost as much as trained ones, except in the router: here tokens are spread evenly over the experts. Times
+are the engine's own, from `submit` to the event; they include neither text processing nor HTTP nor Triton.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from irminsul_kernels.bench import command
 from irminsul_kernels.bench.report import Bar, Report, Row
 
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
@@ -28,7 +31,8 @@ from irminsul_backend.model import MLAModel, ModelConfig, load_model, parse_conf
 from irminsul_backend.model.loading import memory_bytes
 from irminsul_backend.model.random_weights import random_weights
 from irminsul_backend.model.register import family_of
-from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams, Usage
+from irminsul_backend.protocol import Event, GenerationRequest, Usage
+from irminsul_backend.request_spec import SamplingParams
 
 V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102_400,
@@ -143,7 +147,7 @@ class Client:
         return running
 
     def prompt(self, n: int, share: float, known: np.ndarray) -> np.ndarray:
-        """n tokens: a new header of 51, `share` of n from the start of `known`, and new text behind."""
+        """n tokens: a new header of 51, `share` of n from the start of `known`, then new text."""
         body = known[: round(share * n)]
         return np.concatenate((self.ids(51), body, self.ids(n - 51 - len(body))))
 
@@ -168,9 +172,25 @@ class EnergyMeter:
         return None if self._read is None else float(self._read())
 
 
-def run(report: Report) -> None:
-    """Fill `report` with the rows, bars and skipped things of the engine part."""
-    device = torch.device("cuda", torch.cuda.current_device())
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0; 2 without a GPU."""
+    parser = argparse.ArgumentParser(
+        prog="python -m irminsul_backend.benchmarks.gpu_engine",
+        description="Time the engine on an NVIDIA GPU of this machine, on a model of DeepSeek-V2-Lite's shapes with "
+        "random weights: time to first token by prompt length and reused share, tokens/s by batch size, joules per "
+        "request, and the same greedy requests by transformers where that is installed.",
+        epilog="The kernels alone: python -m irminsul_kernels.bench.",
+    )
+    return command.run(
+        parser,
+        argv,
+        lambda _, report, device: command.run_part(report, "engine", lambda: measure(report, device)),
+        packages=("irminsul", "transformers"),
+    )
+
+
+def measure(report: Report, device: torch.device) -> None:
+    """Add the engine's timings, the bars and what was skipped to `report`."""
     config = parse_config(V2_LITE)
     layers = fit_layers(config, torch.cuda.mem_get_info(device)[0])
     if layers == 0:
@@ -323,3 +343,7 @@ def _transformers_times(model: Any, prompt: torch.Tensor, new: int) -> tuple[flo
             stamps.append(time.perf_counter() - started)
         times.append(stamps)
     return *_medians(times[1:]), tokens
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from irminsul_backend.cache.cached_sequence import CachedSequence
+from irminsul_backend.cache.interfaces import Index, Pool, ReusePolicy, Tier
 from irminsul_backend.cache.planner import Segment, plan
 from irminsul_backend.cache.registry import Registry
 from irminsul_backend.cache.slots import SlotPool
-from irminsul_backend.chunking import Preset
+from irminsul_backend.cache.tier import NoTier
+from irminsul_backend.chunking import Preset, cut, fingerprint
 from irminsul_backend.errors import CapacityError
 
 METADATA_FACTOR = 4
@@ -32,9 +34,11 @@ class PICache:
     evicted). Slots are held by sequences alone, running or idle, once per place that names them.
     """
 
-    def __init__(self, capacity: int, preset: Preset) -> None:
-        self.pool = SlotPool(capacity)
-        self.registry = Registry(preset.s1_window)
+    def __init__(self, capacity: int, preset: Preset, tier: Tier | None = None) -> None:
+        """capacity: slots of the pool. tier: where evicted donors go; by default nowhere."""
+        self.pool: Pool = SlotPool(capacity)
+        self.registry: Index = Registry(preset.s1_window)
+        self._tier = tier or NoTier()
         self._preset = preset
         self._running: set[CachedSequence] = set()
         self._idle: OrderedDict[CachedSequence, None] = OrderedDict()  # least recently used first
@@ -49,7 +53,7 @@ class PICache:
         *,
         namespace: str,
         session_id: str,
-        reuse: str,
+        policy: ReusePolicy,
         max_new: int,
     ) -> Admission | None:
         """Plan a prompt and take the slots for it and for `max_new` further tokens, so that decoding never runs dry.
@@ -73,7 +77,7 @@ class PICache:
             token_ids,
             chunk_ends,
             fingerprints,
-            reuse=reuse,
+            policy=policy,
             extension=self._preset.extension,
             min_segment=self._preset.min_segment,
             gram=self._preset.gram,
@@ -113,17 +117,19 @@ class PICache:
         return Admission(sequence, segments, holes)
 
     def advance(self, sequence: CachedSequence, length: int) -> None:
-        """Rows [0, length) are written: others may reuse them from now on."""
+        """Rows [0, length) are written. Others may reuse the prompt's from now on, the answer's once it is retired."""
+        is_prompt = sequence.length < sequence.prompt_length
         sequence.length = length
-        self.registry.publish(sequence)
+        if is_prompt:
+            self.registry.publish(sequence)
 
-    def retire(self, sequence: CachedSequence, chunk_ends: np.ndarray, fingerprints: np.ndarray) -> None:
-        """The request has ended: keep [0, sequence.length) as a donor, give back the rest.
+    def append(self, sequence: CachedSequence, token_id: int) -> None:
+        """The answer has one more token, whose row is to be computed next; admission took a slot for it."""
+        sequence.token_ids[sequence.num_ids] = token_id
+        sequence.num_ids += 1
 
-        Args:
-            chunk_ends, fingerprints: of the written tokens, prompt and answer; they agree with the prompt's chunks as
-                far as those were registered.
-        """
+    def retire(self, sequence: CachedSequence) -> None:
+        """The request has ended: cut the answer, keep [0, sequence.length) as a donor, give back the rest."""
         length = sequence.length
         self._running.remove(sequence)
         self.pool.release(sequence.slots[length:])
@@ -133,14 +139,26 @@ class PICache:
         sequence.token_ids = sequence.token_ids[:length].copy()
         sequence.slots = sequence.slots[:length].copy()
         sequence.generation = sequence.generation[:length].copy()
-        sequence.chunk_ends, sequence.fingerprints = chunk_ends, fingerprints
+        sequence.chunk_ends, sequence.fingerprints = self._cut_written(sequence)
         self.registry.publish(sequence)
         sequence.running = False
         self._idle[sequence] = None
         self._idle_tokens += length
         self._last_of_session[sequence.namespace, sequence.session_id] = sequence
         while self._idle_tokens > METADATA_FACTOR * self.pool.capacity:
-            self.discard(next(iter(self._idle)))
+            self._evict(next(iter(self._idle)))
+
+    def _cut_written(self, sequence: CachedSequence) -> tuple[np.ndarray, np.ndarray]:
+        """Chunk ends and fingerprints of [0, length): the prompt's as they are, the answer's new."""
+        n, length, gram = sequence.prompt_length, sequence.length, self._preset.gram
+        written = sequence.chunk_ends <= length
+        ends, prints = sequence.chunk_ends[written], sequence.fingerprints[written]
+        if length <= n:
+            return ends, prints
+        answer_ends = n + cut(sequence.token_ids[n:length], self._preset)
+        start = max(0, n - gram) if gram else n  # a gram may begin in the prompt
+        answer = fingerprint(sequence.token_ids[start:length], answer_ends - start, sequence.namespace, gram)
+        return np.concatenate((ends, answer_ends)).astype(np.int32), np.concatenate((prints, answer))
 
     def discard(self, sequence: CachedSequence) -> int:
         """Drop a sequence, running or idle, from the registry and give its slots back; returns how many became free."""
@@ -162,6 +180,10 @@ class PICache:
         """Forget every idle donor."""
         for sequence in list(self._idle):
             self.discard(sequence)
+
+    def _evict(self, donor: CachedSequence) -> None:
+        self._tier.store(donor)
+        self.discard(donor)
 
     def _touch(self, donor: CachedSequence) -> None:
         if donor in self._idle:
@@ -185,7 +207,7 @@ class PICache:
         for require_own in (True, False):
             for donor in list(self._idle):
                 if not require_own or (self.pool.refs[donor.slots] == 1).any():
-                    self.discard(donor)
+                    self._evict(donor)
                     if self.pool.num_free >= n:
                         return self.pool.allocate(n)
         return None

@@ -13,8 +13,8 @@ from irminsul_backend.chunking import chunk_starts
 class CachedSequence:
     """Token ids and slots of one request, running or finished. Position i is `token_ids[i]`, its row in `slots[i]`.
 
-    While it runs the arrays have room for the tokens still to come; `length` says how far rows are written. Others may
-    reuse `[0, length)` only.
+    It owns its ids from admission to eviction; only the cache writes its fields. While it runs the arrays have room for
+    the tokens still to come; `length` says how far rows are written. Others may reuse `[0, length)` only.
     """
 
     namespace: str
@@ -30,6 +30,9 @@ class CachedSequence:
     """int32 [chunks]"""
     fingerprints: np.ndarray
     """uint64 [chunks]"""
+    prompt_length: int = field(init=False)
+    num_ids: int = field(init=False)
+    """Ids known so far: the prompt's and what was appended. Rows [length, num_ids) are still to be computed."""
     gram: int = 0
     """Ids that each fingerprint covers, up to its chunk's end; 0 = the chunk (``Preset.gram``)."""
     length: int = 0
@@ -43,6 +46,7 @@ class CachedSequence:
     """First position whose generation is not 0, or the size."""
 
     def __post_init__(self) -> None:
+        self.prompt_length = self.num_ids = int(self.chunk_ends[-1]) if len(self.chunk_ends) else 0
         inexact = self.generation > 0
         self.first_inexact = int(inexact.argmax()) if inexact.any() else len(inexact)
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from irminsul_backend.cache.cached_sequence import CachedSequence
-from irminsul_backend.cache.registry import SINK_TOKENS, Place, Registry, s1_windows
+from irminsul_backend.cache.interfaces import Index, Place, ReusePolicy
+from irminsul_backend.cache.registry import SINK_TOKENS, s1_windows
 from irminsul_backend.chunking import chunk_starts
 
 
@@ -28,13 +29,13 @@ class Segment(NamedTuple):
 
 
 def plan(
-    registry: Registry,
+    registry: Index,
     namespace: str,
     token_ids: np.ndarray,
     chunk_ends: np.ndarray,
     fingerprints: np.ndarray,
     *,
-    reuse: str,
+    policy: ReusePolicy,
     extension: bool,
     min_segment: int,
     gram: int = 0,
@@ -45,8 +46,7 @@ def plan(
     Args:
         token_ids: int32 [n].
         chunk_ends, fingerprints: int32 and uint64 [chunks], from the chunker.
-        reuse: `off`, `exact` (the longest prefix whose rows are exact) or `content` (that prefix, exact or not, then
-            chunks found anywhere).
+        policy: which finds may be taken.
         extension: grow a found chunk left and right while the ids stay equal.
         min_segment: shorter finds are computed instead.
         gram: ids that a fingerprint covers, up to its chunk's end; 0 = the chunk.
@@ -54,16 +54,14 @@ def plan(
             the same text around it, so that one long segment serves where other sessions' latest copies would give
             several.
     """
-    if reuse == "off":
-        return []
     last = len(token_ids) - 1
     segments: list[Segment] = []
     known = registry.find_prefix(namespace, token_ids)
     donors = [*also_try, *([known] if known else [])]
-    prefix, donor = _longest_prefix(token_ids[:last], donors, reuse == "exact")
+    prefix, donor = _longest_prefix(token_ids[:last], donors, policy)
     if donor is not None:
         segments.append(Segment(0, prefix, donor, 0, True))
-    if reuse == "exact":
+    if not policy.takes_content:
         return segments
 
     places = _Places(registry, namespace, also_try)
@@ -104,12 +102,12 @@ def plan(
 
 
 def _longest_prefix(
-    token_ids: np.ndarray, donors: Sequence[CachedSequence], exact: bool
+    token_ids: np.ndarray, donors: Sequence[CachedSequence], policy: ReusePolicy
 ) -> tuple[int, CachedSequence | None]:
     best, chosen = 0, None
     for donor in donors:
-        usable = donor.exact_length if exact else donor.length
-        length = _match_right(token_ids, 0, donor.token_ids, 0, min(usable, len(token_ids)))
+        usable = min(policy.prefix_length(donor), len(token_ids))
+        length = _match_right(token_ids, 0, donor.token_ids, 0, usable)
         if length > best:
             best, chosen = length, donor
     return best, chosen
@@ -136,7 +134,7 @@ def _resumed(token_ids: np.ndarray, start: int, end: int, former: Segment, least
 class _Places:
     """Where a chunk may lie: its first place in each donor of `also_try`, then the registry's latest copy."""
 
-    def __init__(self, registry: Registry, namespace: str, also_try: Sequence[CachedSequence]) -> None:
+    def __init__(self, registry: Index, namespace: str, also_try: Sequence[CachedSequence]) -> None:
         self._known = registry.content(namespace)
         self._also_try = [
             (donor, dict(zip(donor.fingerprints.tolist()[::-1], donor.chunk_starts.tolist()[::-1], strict=True)))

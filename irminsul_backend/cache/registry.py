@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from irminsul_backend.cache.cached_sequence import CachedSequence
+from irminsul_backend.cache.interfaces import Index, Place
 from irminsul_backend.chunking import fingerprint
 
 PREFIX_BLOCK = 16
@@ -21,31 +22,25 @@ SINK_TOKENS = 32
 """Positions below this hold the attention sink: never reused by content, neither from there nor there."""
 
 
-class Place(NamedTuple):
-    donor: CachedSequence
-    offset: int
-    """Position in the donor at which the chunk starts."""
-
-
-class _Index(NamedTuple):
+class _Entries(NamedTuple):
     content: dict[int, Place]
     prefix: dict[int, CachedSequence]
 
 
-class Registry:
+class Registry(Index):
     """Latest copy wins between sequences; inside one sequence the first occurrence stays."""
 
     def __init__(self, s1_window: int = 0) -> None:
         """s1_window: also register the windows of this length in longer chunks (``Preset.s1_window``)."""
         self.s1_window = s1_window
-        self._namespaces: dict[str, _Index] = {}
+        self._namespaces: dict[str, _Entries] = {}
 
     def __len__(self) -> int:
         return sum(len(index.content) + len(index.prefix) for index in self._namespaces.values())
 
     def publish(self, sequence: CachedSequence) -> None:
         """Register the prefix blocks and chunks whose rows are written and that are not yet registered."""
-        index = self._namespaces.setdefault(sequence.namespace, _Index({}, {}))
+        index = self._namespaces.setdefault(sequence.namespace, _Entries({}, {}))
         known_keys = len(sequence.prefix_keys)
         chain = sequence.prefix_keys[-1] if known_keys else 0
         for key in _block_keys(sequence.token_ids[known_keys * PREFIX_BLOCK : sequence.length], chain):
@@ -67,7 +62,7 @@ class Registry:
                     self._put_content(index, sequence, at, key)
         sequence.num_published = until
 
-    def _put_content(self, index: _Index, sequence: CachedSequence, start: int, key: int) -> None:
+    def _put_content(self, index: _Entries, sequence: CachedSequence, start: int, key: int) -> None:
         if start < SINK_TOKENS:
             return  # of no use, and it must not take the place of a later occurrence
         place = index.content.get(key)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from irminsul_backend.cache.interfaces import Pool
 
-class SlotPool:
-    """`capacity` slots with reference counts. A slot with no reference is free; there is no other state.
 
-    Attributes:
-        refs: int32 [capacity], how many places in live sequences name the slot.
-        base: int32 [capacity], base position: where the row was computed. Meaningless while free.
-        generation: int16 [capacity], 0 for rows computed on purely exact context. Meaningless while free.
+class SlotPool(Pool):
+    """`capacity` slots with reference counts. A slot with no reference is free; there is no other state. `base` and
+    `generation` mean nothing while a slot is free.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -30,7 +30,7 @@ from irminsul_backend.errors import InvalidRequestError
 EVERY_SCENARIO = "every"
 SHOWN_BREAKS = 10
 MOST_TOKENS = 100_000_000
-"""Of a capacity: its slots take 10 bytes each."""
+"""Largest capacity accepted; each of its slots takes 10 bytes."""
 FILE_WIDTH = 140
 """Columns of output that does not go to a terminal."""
 

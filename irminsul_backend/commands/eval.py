@@ -1,4 +1,4 @@
-"""``irminsul eval``: its flags, the runs behind a progress bar, and their tables."""
+"""``irminsul eval``: its flags, the runs with a progress bar, and their tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from irminsul_backend.chunking import PRESETS
 from irminsul_backend.errors import InvalidRequestError
-from irminsul_backend.protocol import REUSE_MODES
+from irminsul_backend.request_spec import REUSE_POLICIES
 
 LENGTHS = (256, 512, 1024, 2048)
 FILE_WIDTH = 140
@@ -35,7 +35,7 @@ as for `irminsul serve`."""
 
 ROTATION = """\
 What moving a cached row to another position costs in precision: the 64 rotated numbers against float64, distances up to
-131,072 positions, plain RoPE and YaRN, by the way the row is moved, beside what the paper reports."""
+131,072 positions, plain RoPE and YaRN, by the way the row is moved, next to what the paper reports."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     needle.add_argument("--model", metavar="DIR", help="model folder (default: the small model that ships)")
-    needle.add_argument("--reuse", choices=REUSE_MODES, default="content", help="mode under test (default: content)")
+    needle.add_argument("--reuse", choices=REUSE_POLICIES, default="content", help="mode under test (default: content)")
     needle.add_argument(
         "--lengths",
         type=_at_least(1),

@@ -30,7 +30,7 @@ from irminsul_backend.text import ChatTemplate, Tokenizer
 DTYPES = ("float32", "bfloat16", "float16")
 GIB = 2**30
 POOL_SHARE = 0.8
-"""Of the memory that the weights leave, the part that cached rows may take; the rest is working memory."""
+"""The part that cached rows may take of the memory that the weights leave; the rest is working memory."""
 
 
 def inspect_folder(folder: str | Path, memory: int | None = None) -> dict[str, Any]:

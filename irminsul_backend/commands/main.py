@@ -1,4 +1,4 @@
-"""The `irminsul` command: serve, inspect, demo, analyze, eval, and the client's generate and replay."""
+"""The `irminsul` command: serve, inspect, demo, analyze, eval, generate and replay."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from irminsul_client import cli as client_cli
-from irminsul_client.errors import IrminsulClientError
+from irminsul_client import IrminsulClientError
+from irminsul_client.cli import add_generate
+from irminsul_traffic.cli import add_replay
+from irminsul_traffic.traces import TraceError
 
 from irminsul_backend import __version__
 from irminsul_backend.commands import analyze as analysis_command
@@ -20,19 +22,19 @@ from irminsul_backend.errors import IrminsulError
 
 SETTINGS = {
     "model": ("DIR", "Hugging Face model folder (default: the small model that ships with Irminsul)"),
-    "preset": ("NAME", "how prompts are cut into chunks: default or paper"),
-    "device": ("NAME", "auto, cpu or cuda"),
-    "dtype": ("NAME", "auto, float32, bfloat16 or float16"),
-    "capacity_tokens": ("N", "tokens the KV cache can hold"),
-    "gpu_memory_fraction": ("SHARE", "share of a GPU's memory that weights and cache may take, 0.9 unless given"),
-    "max_batch_tokens": ("N", "most tokens in one forward pass"),
-    "max_running": ("N", "most requests computed at once"),
-    "max_text_bytes": ("N", "largest prompt text, in bytes"),
-    "stream_interval_ms": ("MS", "least time between two responses of a stream; 0 = every token at once"),
-    "session_ttl_s": ("SECONDS", "an idle session is forgotten after this long"),
-    "threads": ("N", "threads of the engine on the CPU (0 = one per core)"),
+    "preset": ("NAME", "how prompts are cut into chunks: default or paper (default: {default})"),
+    "device": ("NAME", "auto, cpu, cuda or cuda:N (default: {default})"),
+    "dtype": ("NAME", "type of weights and cache: auto, float32, bfloat16 or float16 (default: {default})"),
+    "capacity_tokens": ("N", "most tokens in the KV cache; 0 = sized to the memory (default: {default})"),
+    "gpu_memory_fraction": ("SHARE", "share of the GPU's memory for weights and cache (default: {default})"),
+    "max_batch_tokens": ("N", "most tokens in one forward pass (default: {default})"),
+    "max_running": ("N", "most requests computed at once (default: {default})"),
+    "max_text_bytes": ("N", "largest prompt text, in bytes (default: {default})"),
+    "stream_interval_ms": ("MS", "least time between two responses of a stream; 0 = none (default: {default})"),
+    "session_ttl_s": ("SECONDS", "time after which an idle session is forgotten (default: {default})"),
+    "threads": ("N", "CPU threads of the engine; 0 = one per core (default: {default})"),
 }
-"""Settings that are flags of `serve`; each is also the environment variable IRMINSUL_<NAME>."""
+"""Settings that are flags of `serve`, with metavar and help. Each is also the environment variable IRMINSUL_<NAME>."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"irminsul {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_serve(subparsers.add_parser("serve", help="start the server"))
+    _add_serve(
+        subparsers.add_parser(
+            "serve",
+            help="start the server",
+            description="Start a Triton server and run it until SIGINT, SIGTERM or SIGHUP. Each setting may also be "
+            "given as the environment variable IRMINSUL_<NAME>; the flag takes precedence.",
+        )
+    )
     _add_inspect(subparsers.add_parser("inspect", help="what a model folder holds and whether it can be served"))
     demo = subparsers.add_parser("demo", help="see an agent session with and without content reuse")
     demo.set_defaults(func=_demo)
@@ -54,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     evaluation_command.add_arguments(
         subparsers.add_parser("eval", help="what reuse does to answers, and rotation to a row's precision")
     )
-    client_cli.add_commands(subparsers)
+    add_generate(subparsers)
+    add_replay(subparsers)
     args = parser.parse_args(argv)
     try:
         return int(args.func(args) or 0)
-    except (IrminsulError, IrminsulClientError) as error:
+    except (IrminsulError, IrminsulClientError, TraceError) as error:
         print(f"irminsul: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -70,12 +80,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
     for name, (metavar, text) in SETTINGS.items():
         default = next(f.default for f in fields(ServerConfig) if f.name == name)
-        parser.add_argument("--" + name.replace("_", "-"), type=type(default), metavar=metavar, help=text)
+        flag, help_text = "--" + name.replace("_", "-"), text.format(default=default)
+        parser.add_argument(flag, type=type(default), metavar=metavar, help=help_text)
     parser.add_argument(
         "--require-cache-salt",
         action="store_true",
         default=None,
-        help="without a cache_salt a request shares rows with its own session only",
+        help="let a request without a cache_salt reuse the rows of its own session only",
     )
     parser.add_argument("--host", default=LOCALHOST, help=f"address to listen on (default: {LOCALHOST})")
     for name, port in PORTS.items():
@@ -83,9 +94,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
             f"--{name}-port",
             type=int,
             metavar="PORT",
-            help=f"default: IRMINSUL_{name.upper()}_PORT or {port}; 0 = any free one",
+            help=f"the {name} port; 0 = any free one (default: IRMINSUL_{name.upper()}_PORT, else {port})",
         )
-    parser.add_argument("--verbose", action="store_true", help="show all that the server logs, not only its warnings")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show everything that the server logs, not only warnings and errors"
+    )
     parser.set_defaults(func=serve)
 
 

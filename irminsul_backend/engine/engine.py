@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from irminsul_backend.cache import PICache
-from irminsul_backend.chunking import PRESETS, Preset, cut, fingerprint
+from irminsul_backend.cache import POLICIES, PICache
+from irminsul_backend.chunking import PRESETS, Preset
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.engine.placement import check_weights_fit, resolve_capacity, resolve_device
 from irminsul_backend.engine.runner import ModelRunner
@@ -284,7 +284,7 @@ class Engine:
                 sequence.fingerprints,
                 namespace=request.namespace,
                 session_id=request.session_id,
-                reuse=sequence.reuse,
+                policy=sequence.policy,
                 max_new=request.sampling.max_tokens - 1,
             )
         except CapacityError as error:
@@ -301,7 +301,7 @@ class Engine:
     def _advance(self, sequence: RunningSequence, tokens: int) -> None:
         cached, holes = sequence.cached.sequence, sequence.cached.holes
         if not sequence.is_prefilling:
-            cached.length += 1
+            self.cache.advance(cached, cached.length + 1)
             return
         sequence.num_computed += tokens
         done = sequence.num_computed == len(holes)
@@ -353,6 +353,7 @@ class Engine:
         if len(sequence.sampler.generated) >= sequence.request.sampling.max_tokens:
             self._finish(sequence, "length", token_ids=(token,), log_probs=log_probs)
         else:
+            self.cache.append(sequence.cached.sequence, token)
             sequence.emit("tokens", token_ids=(token,), log_probs=log_probs)
 
     def _distrust(self, sequence: RunningSequence) -> None:
@@ -371,21 +372,13 @@ class Engine:
         self.cache.discard(sequence.cached.sequence)
         self._running.remove(sequence)
         self._blocked = False
-        sequence.admission, sequence.reuse = None, "off"
+        sequence.admission, sequence.policy = None, POLICIES["off"]
         self._waiting.appendleft(sequence)
 
     def _finish(self, sequence: RunningSequence, reason: FinishReason, **last: Any) -> None:
         usage = sequence.usage()
         if sequence.admission is not None:
-            cached = sequence.admission.sequence
-            n = len(sequence.token_ids)
-            written = sequence.chunk_ends <= cached.length
-            ends, prints = sequence.chunk_ends[written], sequence.fingerprints[written]
-            if cached.length > n:
-                answer_ends = n + cut(cached.token_ids[n : cached.length], self._preset, None)
-                ends = np.concatenate((ends, answer_ends)).astype(np.int32)
-                prints = fingerprint(cached.token_ids[: cached.length], ends, cached.namespace, self._preset.gram)
-            self.cache.retire(cached, ends, prints)
+            self.cache.retire(sequence.admission.sequence)
             for source in ("exact", "shifted", "computed"):
                 self._counters[f"{source}_tokens"] += getattr(usage, f"{source}_tokens")
         self._counters["generated_tokens"] += usage.completion_tokens

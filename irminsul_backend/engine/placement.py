@@ -16,7 +16,8 @@ from irminsul_backend.errors import ServerStartError
 from irminsul_backend.hub.json_files import read_config
 from irminsul_backend.model import MLAModel, parse_config
 from irminsul_backend.model.loading import memory_bytes
-from irminsul_backend.protocol import GenerationRequest, SamplingParams
+from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.request_spec import SamplingParams
 
 LEAST_CAPACITY = 1024
 """Slots below which a GPU is not worth a server."""
@@ -171,7 +172,7 @@ def measure_workspace(model: MLAModel, max_batch_tokens: int, max_running: int) 
     before = torch.cuda.memory_reserved(model.device)
     logits = runner.forward(pieces, np.zeros(capacity, np.int32))
     request = GenerationRequest(key="", sampling=SamplingParams(temperature=1.0, top_p=0.5))
-    samplers = [Sampler(request, torch.zeros(1, dtype=torch.int64), model.config.vocab_size) for _ in pieces]
+    samplers = [Sampler(request, np.zeros(1, np.int32), model.config.vocab_size) for _ in pieces]
     sample(torch.zeros_like(logits), samplers, True)
     workspace = torch.cuda.max_memory_reserved(model.device) - before
     del runner, logits

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
-from irminsul_backend.cache import Admission
+from irminsul_backend.cache import POLICIES, Admission
 from irminsul_backend.engine.runner import Piece
 from irminsul_backend.engine.sampler import Sampler
 from irminsul_backend.protocol import Event, EventKind, GenerationRequest, Usage
@@ -30,8 +29,8 @@ class RunningSequence:
         """token_ids int32 [n], n >= 1; chunk_ends int32 and fingerprints uint64 [chunks]."""
         self.request = request
         self.token_ids, self.chunk_ends, self.fingerprints = token_ids, chunk_ends, fingerprints
-        self.reuse: str = request.reuse
-        self.sampler = Sampler(request, torch.from_numpy(token_ids.astype(np.int64)), vocab_size)
+        self.policy = POLICIES[request.reuse]
+        self.sampler = Sampler(request, token_ids, vocab_size)
         self.admission: Admission | None = None
         self.num_computed = 0
         """Holes whose rows are written."""
@@ -51,6 +50,7 @@ class RunningSequence:
 
     def admit(self, admission: Admission) -> None:
         self.admission, self.num_computed = admission, 0
+        self.token_ids = admission.sequence.token_ids[: len(self.token_ids)]  # the request's own copy can go
         if self._num_events == 0:
             self._admitted = time.monotonic()
             self.emit("admitted", request=self.request)
@@ -63,7 +63,6 @@ class RunningSequence:
             wants_logits = self.num_computed + len(positions) == len(holes)
         else:
             positions = np.array([sequence.length])
-            sequence.token_ids[sequence.length] = self.sampler.generated[-1]
             wants_logits = True
         return Piece(sequence.token_ids[positions], positions, sequence.slots, wants_logits)
 

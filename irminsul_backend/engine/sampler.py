@@ -16,8 +16,8 @@ from irminsul_backend.protocol import GenerationRequest
 class Sampler:
     """Sampling state of one request. Its random numbers depend on its seed and how many it drew, on nothing else."""
 
-    def __init__(self, request: GenerationRequest, prompt_ids: Tensor, vocab_size: int) -> None:
-        """prompt_ids: int64 [n]; the repetition penalty counts them, the other two penalties only generated tokens."""
+    def __init__(self, request: GenerationRequest, prompt_ids: np.ndarray, vocab_size: int) -> None:
+        """prompt_ids: int32 [n], not kept; of the penalties the repetition penalty alone counts them."""
         self.params = request.sampling
         self.bad_words = [list(word) for word in request.bad_words if word]
         self.generated: list[int] = []
@@ -28,8 +28,9 @@ class Sampler:
         p = self.params
         self._penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         if self._penalised:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[prompt_ids] = True
+            seen = np.zeros(vocab_size, np.bool_)
+            seen[prompt_ids] = True
+            self._seen = torch.from_numpy(seen)
             self._counts = torch.zeros(vocab_size)
         self.is_plain = not (self._penalised or self.bad_words or request.return_log_probs)
         """Whether :func:`sample_on_device` can serve the request, always or never: its random stream is another."""

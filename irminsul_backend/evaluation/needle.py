@@ -1,6 +1,6 @@
 """`irminsul eval needle`: how many questions a model answers right, with and without reuse, on the same prompts.
 
-Every prompt is asked with reuse off and, beside it, in the mode under test. Before the latter something is asked whose
+Every prompt is asked with reuse off and also in the mode under test. Before the latter, something is asked whose
 rows it can reuse: for `exact` the same prompt without its question; for `content` the same tools, documents and
 history under another system message, the documents in reverse order, so that all of them are found shifted and every
 two have changed places. Each prompt has a cache salt of its own and can find nothing else.
@@ -65,7 +65,7 @@ class Prompt(NamedTuple):
     documents: str
 
     def judge(self, text: str) -> Verdict:
-        """Of the reply's last word. `in_prompt`: wrong, but the documents say it of something else."""
+        """Judge the reply's last word. `in_prompt`: wrong, but the documents say it of something else."""
         words = re.findall(r"\w+", text)
         found = words[-1] if words else ""
         if found == self.answer:
@@ -87,6 +87,7 @@ class Score:
     same_answer: int = 0
 
     def add(self, prompt: Prompt, answer: Answer, off: Answer) -> None:
+        """Count one answer, given what the same prompt got with reuse off."""
         self.verdicts[prompt.judge(answer.text)] += 1
         self.prompt_tokens += answer.prompt_tokens
         self.reused_tokens += answer.reused_tokens

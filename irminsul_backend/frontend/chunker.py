@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,14 +18,15 @@ from irminsul_backend.frontend.inputs import RequestFields
 from irminsul_backend.frontend.sessions import CutPrompt, SessionTable
 from irminsul_backend.hub.config_fields import MAX_POSITIONS, FieldReader
 from irminsul_backend.hub.json_files import read_config
-from irminsul_backend.protocol import DEFAULT_MAX_TOKENS, REUSE_MODES, GenerationRequest, SamplingParams
+from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.request_spec import PROMPT_INPUTS, SAMPLING_INPUTS, SamplingParams
 from irminsul_backend.text import ChatTemplate, Encoded, Tokenizer
 from irminsul_backend.text.messages import parse_messages, parse_tools
 
 CUT_MARKER = "<|irminsul_cut|>"
 """Written into a prompt's text or messages it forces a cut there, so that what it encloses is found as a unit wherever
 it stands (paper, S2). It costs no tokens: it is taken out, and the text on either side is tokenised by itself."""
-PROMPT_FIELDS = ("text_input", "messages", "input_ids")
+PROMPT_FIELDS = tuple(spec.name for spec in PROMPT_INPUTS)
 
 
 class Prepared(NamedTuple):
@@ -109,7 +110,7 @@ class PromptPreparer:
         if "input_ids" in values:
             return self._read_input_ids(values), None
         self._check_size(given[0], values.size(given[0]) + values.size("tools"))
-        text = self._render(values) if "messages" in values else values.text("text_input") or ""
+        text = self._render(values) if "messages" in values else values.get("text_input") or ""
         if not text:
             raise InvalidRequestError(f"the prompt is empty ({given[0]}); it must hold at least one token")
         prompt = self._encode(text, add_bos="text_input" in values)
@@ -130,8 +131,8 @@ class PromptPreparer:
         return self.tokenizer.edges(ids) if self._preset.structure_cuts else np.empty(0, np.int32)
 
     def _render(self, values: RequestFields) -> str:
-        messages = parse_messages(values.text("messages") or "")
-        tools = parse_tools(values.text("tools") or "") if "tools" in values else None
+        messages = parse_messages(values.get("messages") or "")
+        tools = parse_tools(values.get("tools") or "") if "tools" in values else None
         text = self.template.render(messages, tools or None)
         try:
             size = len(text.encode())
@@ -165,27 +166,24 @@ class PromptPreparer:
     def _read_request(
         self, values: RequestFields, session_id: str, prompt_tokens: int, text: str | None
     ) -> GenerationRequest:
-        reuse = "content" if (given := values.text("reuse")) is None else given
-        if reuse not in REUSE_MODES:
-            raise InvalidRequestError(f"reuse is {reuse!r}; it must be one of {', '.join(REUSE_MODES)}")
-        salt = values.text("cache_salt")
+        salt = values.get("cache_salt")
         if salt == "":
             raise InvalidRequestError("cache_salt is empty; leave it out, or send the text that names the tenant")
         echo = ""
-        if not values.flag("exclude_input_in_output", True):
+        if not values.get("exclude_input_in_output"):
             echo = self.tokenizer.decode(values.ids("input_ids")) if text is None else text
         stop_words = values.words("stop_words")
         return GenerationRequest(
-            key=values.text("cancel_key") or uuid.uuid4().hex,
+            key=values.get("cancel_key") or uuid.uuid4().hex,
             session_id=session_id,
             namespace=self._namespace(salt, session_id),
-            reuse=cast(Literal["off", "exact", "content"], reuse),
+            reuse=values.get("reuse"),
             sampling=self._read_sampling(values, prompt_tokens),
-            stream=values.flag("stream", False),
+            stream=values.get("stream"),
             end_ids=self._end_ids(values, stop_words),
             bad_words=self._bad_words(values),
             stop_words=stop_words,
-            return_log_probs=values.flag("return_log_probs", False),
+            return_log_probs=values.get("return_log_probs"),
             echo=echo,
         )
 
@@ -197,40 +195,29 @@ class PromptPreparer:
 
     def _read_sampling(self, values: RequestFields, prompt_tokens: int) -> SamplingParams:
         room = self.max_positions - prompt_tokens
-        max_tokens = values.integer("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, room)))
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=values.number("temperature", 0.0),
-            top_k=values.integer("top_k", 0),
-            top_p=values.number("top_p", 1.0),
-            min_p=values.number("min_p", 0.0),
-            repetition_penalty=values.number("repetition_penalty", 1.0),
-            presence_penalty=values.number("presence_penalty", 0.0),
-            frequency_penalty=values.number("frequency_penalty", 0.0),
-            seed=values.integer("seed", 0) if "seed" in values else None,
-        )
-        sampling.validate()
-        if sampling.seed is not None and not 0 <= sampling.seed < 1 << 64:
-            raise InvalidRequestError(f"seed is {sampling.seed}; it must be between 0 and {(1 << 64) - 1}")
-        if max_tokens > room:
+        given = {spec.name: values.get(spec.name) for spec in SAMPLING_INPUTS}
+        if "max_tokens" not in values:
+            given["max_tokens"] = max(1, min(given["max_tokens"], room))
+        sampling = SamplingParams(**given)
+        if sampling.max_tokens > room:
             remedy = f"max_tokens can be at most {room} here" if room > 0 else "shorten the prompt"
             raise InvalidRequestError(
-                f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, together "
-                f"{prompt_tokens + max_tokens}; the model's limit is {self.max_positions}; {remedy}"
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {sampling.max_tokens}, together "
+                f"{prompt_tokens + sampling.max_tokens}; the model's limit is {self.max_positions}; {remedy}"
             )
         return sampling
 
     def _end_ids(self, values: RequestFields, stop_words: list[str]) -> list[int]:
         """The model's, or the one given, or none; and stop words that are special tokens, which text never shows."""
-        end_ids = [] if values.flag("ignore_eos", False) else list(self.tokenizer.end_ids)
+        end_ids = [] if values.get("ignore_eos") else list(self.tokenizer.end_ids)
         if "end_id" in values:
-            end_id = values.integer("end_id", 0)
+            end_id = values.get("end_id")
             if not 0 <= end_id < self.vocab_size:
                 raise InvalidRequestError(
                     f"end_id is {end_id}; the model's ids go from 0 to {self.vocab_size - 1} "
                     "(for no end id at all set ignore_eos)"
                 )
-            end_ids = [] if values.flag("ignore_eos", False) else [end_id]
+            end_ids = [] if values.get("ignore_eos") else [end_id]
         special = [token for word in stop_words if (token := self.tokenizer.special_id(word)) is not None]
         return list(dict.fromkeys((*end_ids, *special)))
 

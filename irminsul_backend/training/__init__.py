@@ -1,0 +1,1 @@
+"""Training of the shipped model and its tokenizer; nothing here is needed to serve."""

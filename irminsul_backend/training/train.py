@@ -93,7 +93,7 @@ class Stage:
     multi_share: float
     steps: int
     names: int = len(THINGS)
-    """So many things and people are spoken of."""
+    """The number of things, and of people, that facts are about."""
     decay: bool = False
     """Run to the end whatever the accuracy, while the learning rates fall to zero."""
 
@@ -210,6 +210,7 @@ class Trainer:
             state.stage, state.stage_step, state.single, state.multi = state.stage + 1, 0, 0.0, 0.0
 
     def save(self, path: Path) -> None:
+        """Write weights, optimizers and state; a crash meanwhile leaves the old file whole."""
         whole = {
             "state": asdict(self.state),
             "weights": {k: v.detach() for k, v in self.weights.items()},
@@ -281,6 +282,7 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         description="Train the shipped model on prompts made here; stopped at any time, it goes on where it was."
     )

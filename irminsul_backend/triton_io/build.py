@@ -1,4 +1,4 @@
-"""How each step of the ensemble is built from the server's settings, inside its stub process."""
+"""Builds each step of the ensemble from the server's settings, inside its stub process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, Eng
 
 
 def make_chunker() -> ChunkerModel:
-    """Loads the tokenizer and chat template; no torch in this process."""
+    """Load the tokenizer and the chat template. This process does not import torch."""
     from irminsul_backend.frontend.chunker import PromptPreparer
 
     config = ServerConfig.from_env()
@@ -18,7 +18,7 @@ def make_chunker() -> ChunkerModel:
 
 
 def make_engine() -> EngineModel:
-    """Loads the model's weights and starts the engine's thread."""
+    """Load the model's weights and start the engine's thread."""
     from irminsul_backend.engine import Engine
     from irminsul_backend.triton_io.metrics import EngineMetrics
 
@@ -30,7 +30,7 @@ def make_engine() -> EngineModel:
 
 
 def make_detokenizer() -> DetokenizerModel:
-    """Loads the tokenizer."""
+    """Load the tokenizer."""
     from irminsul_backend.text import IncrementalDetokenizer, Tokenizer
 
     config = ServerConfig.from_env()

@@ -1,7 +1,7 @@
-"""`irminsul_generate` and `irminsul_unary`: the ensemble for clients that cannot name a sequence or hold a stream.
+"""The endpoints `irminsul_generate` and `irminsul_unary`, for clients that cannot name a sequence or hold a stream.
 
-HTTP's `/generate` and `/infer` carry no correlation id, so the session is an input here, and the ensemble is called by
-BLS with it. Each request has a thread; one more thread watches for clients that went away.
+HTTP's `/generate` and `/infer` carry no correlation id. The session is an input of these two models instead, and they
+call the ensemble with it by BLS. Each request has a thread; one more thread watches for clients that went away.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import threading
 import uuid
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from irminsul_backend.errors import InvalidRequestError
@@ -39,10 +37,11 @@ STREAM = next(spec for spec in REQUEST_INPUTS if spec.name == "stream")
 logger = logging.getLogger(__name__)
 
 
-class Entrance:
-    """One of the two entrances; `streams` says whether a request may get more than one response."""
+class Endpoint:
+    """One of the two endpoints."""
 
     def __init__(self, streams: bool) -> None:
+        """streams: whether a request may get more than one response."""
         self._streams = streams
         self._stopper = Stopper()
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="irminsul-request")
@@ -53,7 +52,7 @@ class Entrance:
         self._watcher = threading.Thread(target=self._watch, name="irminsul-watcher", daemon=True)
         self._watcher.start()
 
-    def execute(self, requests: list[Any]) -> None:
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         for request in requests:
             self._threads.submit(self._serve, request, Client(request.get_response_sender()))
 
@@ -62,16 +61,17 @@ class Entrance:
         self._stopper.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _serve(self, request: Any, client: Client) -> None:
+    def _serve(self, request: pb_utils.InferenceRequest, client: Client) -> None:
         key = uuid.uuid4().hex
         try:
-            first = request.inputs()[0]  # Triton has seen to it that all inputs have the same batch size
-            check_shape(first.name(), first.as_numpy())
+            for tensor in request.inputs()[:1]:  # Triton has seen to it that all inputs have the same batch size
+                check_shape(tensor.name(), tensor.as_numpy())
             fields = read_fields(request, (*SESSION_INPUTS, CANCEL_KEY))
-            if "cancel_key" in fields:
+            if fields.get("cancel_key"):
                 key = fields["cancel_key"].decode(errors="replace")
             with self._lock:
-                self._clients[key] = client
+                # A key in use stays with the request that runs; the engine refuses this one.
+                self._clients.setdefault(key, client)
             inputs = [t for t in request.inputs() if t.name() not in ("session_id", "session_end", "cancel_key")]
             inputs.append(_tensor(CANCEL_KEY, key))
             if not self._streams:
@@ -79,13 +79,16 @@ class Entrance:
                 inputs.append(_tensor(STREAM, False))
             self._relay(inputs, fields.get("session_id"), bool(fields.get("session_end")), client)
         except Exception as error:
+            if self._clients.get(key) is client:
+                self._stopper.stop(key)  # the ensemble may still be answering
             client.send(refuse(error), final=True)
         finally:
             with self._lock:
-                self._clients.pop(key, None)
+                if self._clients.get(key) is client:
+                    del self._clients[key]
 
-    def _relay(self, inputs: list[Any], session_id: bytes | None, end: bool, client: Client) -> None:
-        """Send what the ensemble answers; a session that turns out not to be open (or open) is tried the other way."""
+    def _relay(self, inputs: list[pb_utils.Tensor], session_id: bytes | None, end: bool, client: Client) -> None:
+        """Send what the ensemble answers. If the guess whether the session is open was wrong, try the other way."""
         if session_id is None:
             session, choices = uuid.uuid4().hex, [START | END]
         else:
@@ -97,8 +100,8 @@ class Entrance:
             if not self._try(inputs, session, flags, client, last_try=attempt == len(choices)):
                 break
 
-    def _try(self, inputs: list[Any], session: str, flags: int, client: Client, last_try: bool) -> bool:
-        """One attempt; True if it failed because of the START flag, with nothing sent."""
+    def _try(self, inputs: list[pb_utils.Tensor], session: str, flags: int, client: Client, last_try: bool) -> bool:
+        """Make one attempt. True if it failed because of the START flag, with nothing sent."""
         request = pb_utils.InferenceRequest(
             model_name="irminsul",
             requested_output_names=[spec.name for spec in RESPONSE_OUTPUTS],
@@ -106,11 +109,11 @@ class Entrance:
             correlation_id=session,
             flags=flags,
         )
-        held: Any = None
+        held: pb_utils.InferenceResponse | None = None
         for response in request.exec(decoupled=True):
-            if response.has_error():
-                message = response.error().message().removeprefix(ENSEMBLE_PREFIX)
-                if not last_try and is_wrong_start(message, started=bool(flags & START)):
+            if error := response.error():
+                message = error.message().removeprefix(ENSEMBLE_PREFIX)
+                if held is None and not last_try and is_wrong_start(message, started=bool(flags & START)):
                     return True
                 response = pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
             elif not response.output_tensors():
@@ -138,25 +141,26 @@ class Entrance:
 
 
 class Client:
-    """One request's response sender.
+    """The client of one request, behind its response sender.
 
     Asking whether a request is cancelled after its final response, or while that is on its way, brings the whole server
     down (seen with 2.51): the two exclude each other here.
     """
 
-    def __init__(self, sender: Any) -> None:
+    def __init__(self, sender: pb_utils.InferenceResponseSender) -> None:
         self._sender = sender
         self._lock = threading.Lock()
         self._done = False
         self._gone = False
 
-    def send(self, response: Any, final: bool = False) -> None:
+    def send(self, response: pb_utils.InferenceResponse, final: bool = False) -> None:
+        """Send a response. Nothing may be sent after the final one."""
         with self._lock:
             self._done = final
             self._sender.send(response, flags=FINAL if final else 0)
 
     def is_gone(self) -> bool:
-        """Whether the client cancelled or disconnected; said once."""
+        """Whether the client has cancelled or disconnected since this was last asked; True once at most."""
         with self._lock:
             if self._done or self._gone:
                 return False
@@ -165,7 +169,7 @@ class Client:
 
 
 class KnownSessions:
-    """Which sessions this entrance believes open: only a first guess, so that most requests need one attempt."""
+    """Sessions that this endpoint believes open: a first guess, so that most requests need one attempt."""
 
     def __init__(self, limit: int = KNOWN_SESSIONS) -> None:
         self._limit = limit
@@ -206,6 +210,5 @@ def _checked(session_id: bytes) -> str:
     return text
 
 
-def _tensor(spec: TensorSpec, value: Any) -> Any:
-    array: np.ndarray = to_array(spec, value)
-    return pb_utils.Tensor(spec.name, array)
+def _tensor(spec: TensorSpec, value: str | bool) -> pb_utils.Tensor:
+    return pb_utils.Tensor(spec.name, to_array(spec, value))

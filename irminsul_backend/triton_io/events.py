@@ -1,13 +1,16 @@
-"""Events on their way from the engine to the detokenizer: numbers as tensors, the rest as JSON."""
+"""How events travel from the engine to the detokenizer: numbers as tensors, the rest as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from irminsul_backend.protocol import Event, GenerationRequest, Usage
+
+if TYPE_CHECKING:
+    import triton_python_backend_utils as pb_utils
 
 _DEFAULTS = {
     f.name: f.default for f in fields(Event) if f.default is not MISSING and f.name not in ("token_ids", "log_probs")
@@ -17,17 +20,17 @@ _DEFAULTS = {
 
 @dataclass(eq=False)
 class Outgoing:
-    """The way back of one request."""
+    """One request's response sender and how far its stream has come."""
 
-    sender: Any
-    """Triton's response sender."""
+    sender: pb_utils.InferenceResponseSender
     sent: int = 0
+    """Number of events sent."""
     due: float = 0.0
     """Seconds on the monotonic clock before which further tokens wait."""
 
 
 def merge(batch: Iterable[tuple[Outgoing, Event]]) -> list[tuple[Outgoing, Event]]:
-    """Tokens of one request that wait together become one event, so that a sender that lags behind catches up."""
+    """Join the waiting tokens of each request into one event, so that a sender that lags catches up."""
     merged: list[tuple[Outgoing, Event]] = []
     last: dict[Outgoing, int] = {}
     for outgoing, event in batch:
@@ -48,7 +51,10 @@ def merge(batch: Iterable[tuple[Outgoing, Event]]) -> list[tuple[Outgoing, Event
 def hold_back(
     merged: list[tuple[Outgoing, Event]], now: float
 ) -> tuple[list[tuple[Outgoing, Event]], list[tuple[Outgoing, Event]]]:
-    """(what to send now, what to keep): tokens that are not due yet, unless another event of their request follows."""
+    """Split events into (those to send now, those to keep).
+
+    Tokens that are not due yet are kept, unless another event of their request follows.
+    """
     last = {outgoing: i for i, (outgoing, _) in enumerate(merged)}
     send: list[tuple[Outgoing, Event]] = []
     keep: list[tuple[Outgoing, Event]] = []
@@ -59,7 +65,7 @@ def hold_back(
 
 
 def pack_event(event: Event) -> bytes:
-    """Everything but token_ids and log_probs, which travel as tensors beside it."""
+    """Encode an event as JSON, without token_ids and log_probs, which travel as tensors."""
     values: dict[str, Any] = {"key": event.key, "index": event.index, "kind": event.kind}
     for name, default in _DEFAULTS.items():
         value = getattr(event, name)
@@ -73,7 +79,7 @@ def pack_event(event: Event) -> bytes:
 
 
 def unpack_event(data: bytes, token_ids: Sequence[int], log_probs: Sequence[float]) -> Event:
-    """The inverse of :func:`pack_event`."""
+    """Decode what :func:`pack_event` encoded. token_ids: [n], log_probs: [n] or empty."""
     values: dict[str, Any] = json.loads(data)
     if "request" in values:
         values["request"] = GenerationRequest.unpack(values["request"])

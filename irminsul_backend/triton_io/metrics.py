@@ -1,12 +1,11 @@
-"""Counters of the engine in Prometheus form, on the metrics port. No prompt, output or session id is in them."""
+"""Counters and gauges of the engine on the Prometheus metrics port. They hold no prompt, output or session id."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from irminsul_backend.protocol import Event
+from irminsul_backend.triton_io.engine_interface import EngineInterface
 
 COUNTERS = {
     "irminsul_prompt_tokens_total": "Prompt tokens of finished requests by source: exact, shifted or computed",
@@ -19,16 +18,16 @@ GAUGES = {
 
 
 class EngineMetrics:
-    """Counts each ended request and reads how full the pool is."""
+    """Counts every request that ended and reads how full the KV pool is."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: EngineInterface) -> None:
         self._engine = engine
         self._families = {
             name: pb_utils.MetricFamily(name=name, description=text, kind=kind)
             for kind, table in ((pb_utils.MetricFamily.COUNTER, COUNTERS), (pb_utils.MetricFamily.GAUGE, GAUGES))
             for name, text in table.items()
         }
-        self._metrics: dict[tuple[str, str], Any] = {}
+        self._metrics: dict[tuple[str, str], pb_utils.Metric] = {}
         for source in ("exact", "shifted", "computed"):
             self._metric("irminsul_prompt_tokens_total", "source", source)
         self._metric("irminsul_generated_tokens_total")
@@ -37,7 +36,7 @@ class EngineMetrics:
         self._read_pool()
 
     def count(self, event: Event) -> None:
-        """Add one `finished` or `error` event."""
+        """Count the request that this `finished` or `error` event ended."""
         outcome = event.finish_reason if event.kind == "finished" else "error"
         self._metric("irminsul_requests_total", "outcome", outcome or "stop").increment(1)
         if event.usage is not None:
@@ -52,7 +51,7 @@ class EngineMetrics:
         for state in ("used", "capacity"):
             self._metric("irminsul_cache_slots", "state", state).set(slots[state])
 
-    def _metric(self, name: str, label: str = "", value: str = "") -> Any:
+    def _metric(self, name: str, label: str = "", value: str = "") -> pb_utils.Metric:
         if (name, value) not in self._metrics:
             labels = {label: value} if label else {}
             self._metrics[name, value] = self._families[name].Metric(labels=labels)

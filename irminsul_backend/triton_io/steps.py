@@ -8,10 +8,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
@@ -19,6 +19,7 @@ from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, IrminsulError
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
+from irminsul_backend.triton_io.engine_interface import EngineInterface
 from irminsul_backend.triton_io.events import Outgoing, hold_back, merge, pack_event, unpack_event
 from irminsul_backend.triton_io.tensors import (
     CONTROL_INPUT,
@@ -31,9 +32,12 @@ from irminsul_backend.triton_io.tensors import (
     to_array,
 )
 
+if TYPE_CHECKING:
+    from irminsul_backend.frontend.chunker import PromptPreparer
+
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-START, END = 1, 2
-"""Sequence flags of a Triton request."""
+START = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+END = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +47,13 @@ def set_up_logging(config: ServerConfig) -> None:
     logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
 
 
-def respond(specs: Iterable[TensorSpec], values: dict[str, Any]) -> Any:
-    """An InferenceResponse with the given outputs."""
+def respond(specs: Iterable[TensorSpec], values: dict[str, Any]) -> pb_utils.InferenceResponse:
+    """Make the response whose outputs are `values` by name, one for each of `specs`."""
     return pb_utils.InferenceResponse([pb_utils.Tensor(s.name, to_array(s, values[s.name])) for s in specs])
 
 
-def refuse(error: Exception) -> Any:
-    """An InferenceResponse that fails this request alone; an error of ours is logged with its place."""
+def refuse(error: Exception) -> pb_utils.InferenceResponse:
+    """Make the response that fails one request. An error that is not an IrminsulError is a defect: it is logged too."""
     if isinstance(error, IrminsulError):
         message = str(error)
     else:
@@ -59,18 +63,18 @@ def refuse(error: Exception) -> Any:
 
 
 class ChunkerModel:
-    """Request -> token ids, chunk ends, fingerprints and the packed GenerationRequest. Holds the sessions."""
+    """Turns a request into token ids, chunk ends, fingerprints and a GenerationRequest. Holds the sessions."""
 
-    def __init__(self, preparer: Any) -> None:
+    def __init__(self, preparer: PromptPreparer) -> None:
         self._preparer = preparer
 
-    def execute(self, requests: list[Any]) -> list[Any]:
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
         return [self._one(request) for request in requests]
 
     def finalize(self) -> None:
         """Nothing to give back."""
 
-    def _one(self, request: Any) -> Any:
+    def _one(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
         session_id, flags = str(request.correlation_id()), request.flags()
         start, end = bool(flags & START), bool(flags & END)
         try:
@@ -92,10 +96,15 @@ class ChunkerModel:
 
 
 class EngineModel:
-    """Hands requests to the engine and its events to Triton. `execute` never waits; a thread of its own sends."""
+    """Hands requests to the engine and its events to Triton. `execute` never waits; another thread sends."""
 
-    def __init__(self, engine: Any, on_finished: Callable[[Event], None], interval_s: float) -> None:
-        """interval_s: least time between two responses with tokens of one request."""
+    def __init__(self, engine: EngineInterface, on_finished: Callable[[Event], None], interval_s: float) -> None:
+        """Start the sending thread.
+
+        Args:
+            on_finished: called with every `finished` or `error` event, before that is sent.
+            interval_s: least time between two responses with tokens of one request.
+        """
         self._engine = engine
         self._interval_s = interval_s
         self._on_finished = on_finished
@@ -104,7 +113,7 @@ class EngineModel:
         self._sender = threading.Thread(target=self._send_all, name="irminsul-sender", daemon=True)
         self._sender.start()
 
-    def execute(self, requests: list[Any]) -> None:
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -118,7 +127,7 @@ class EngineModel:
         self._wake.set()
         self._sender.join(timeout=2)
 
-    def _submit(self, request: Any, sender: Any) -> None:
+    def _submit(self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender) -> None:
         fields = read_fields(request, (*PLAN_TENSORS, CONTROL_INPUT))
         if "control" in fields:
             self._control(fields["control"], sender)
@@ -135,7 +144,7 @@ class EngineModel:
             partial(self._on_event, outgoing),
         )
 
-    def _control(self, data: bytes, sender: Any) -> None:
+    def _control(self, data: bytes, sender: pb_utils.InferenceResponseSender) -> None:
         try:
             command = json.loads(data)
         except ValueError:
@@ -144,14 +153,21 @@ class EngineModel:
             command = {}
         if "stop" in command:
             reason: FinishReason = "stop" if command.get("reason") == "stop" else "cancelled"
-            _answer(sender, {"stopped": self._engine.stop(str(command["stop"]), reason)})
+            sender.send(_answer({"stopped": self._engine.stop(str(command["stop"]), reason)}), flags=FINAL)
         elif command.get("status"):
-            # It is taken between two steps, which may be seconds away; new requests must not wait for it.
-            threading.Thread(target=lambda: _answer(sender, self._engine.status()), daemon=True).start()
+            # The engine answers between two steps, which may take seconds; new requests must not wait for it.
+            threading.Thread(target=self._send_status, args=(sender,), name="irminsul-status", daemon=True).start()
         else:
             raise InvalidRequestError(
                 f'control is {data.decode(errors="replace")}; it must be {{"stop": key}} or {{"status": true}}'
             )
+
+    def _send_status(self, sender: pb_utils.InferenceResponseSender) -> None:
+        try:
+            response = _answer(self._engine.status())
+        except Exception as error:
+            response = refuse(error)
+        sender.send(response, flags=FINAL)
 
     def _on_event(self, outgoing: Outgoing, event: Event) -> None:
         """On the engine's thread, which a woken sender would keep waiting for the interpreter: wake it only if due."""
@@ -163,7 +179,7 @@ class EngineModel:
         held: list[tuple[Outgoing, Event]] = []
         closing, latest_due = False, 0.0
         while not closing or held:
-            wait = latest_due - time.monotonic()  # behind it whatever comes is due, and wakes
+            wait = latest_due - time.monotonic()  # whatever comes after that is due, and wakes
             self._wake.wait(timeout=wait if wait > 0 else None)
             self._wake.clear()
             batch = self._drain()
@@ -187,7 +203,10 @@ class EngineModel:
     def _send(self, outgoing: Outgoing, event: Event) -> None:
         final = event.kind in ("finished", "error")
         if final:
-            self._on_finished(event)
+            try:
+                self._on_finished(event)
+            except Exception:
+                logger.exception("an ended request was not counted")  # its client must still get the last response
         event = replace(event, index=outgoing.sent)
         outgoing.sent += 1
         if event.kind == "tokens":
@@ -196,19 +215,18 @@ class EngineModel:
         outgoing.sender.send(respond(EVENT_TENSORS, values), flags=FINAL if final else 0)
 
 
-def _answer(sender: Any, answer: dict[str, Any]) -> None:
-    values = {"output_ids": (), "output_log_probs": (), "event": json.dumps(answer)}
-    sender.send(respond(EVENT_TENSORS, values), flags=FINAL)
+def _answer(answer: dict[str, Any]) -> pb_utils.InferenceResponse:
+    return respond(EVENT_TENSORS, {"output_ids": (), "output_log_probs": (), "event": json.dumps(answer)})
 
 
 class DetokenizerModel:
-    """Token ids -> text. Sees cancelled clients and completed stop words first, and tells the engine."""
+    """Turns events into text. It sees cancelled clients and completed stop words first, and tells the engine."""
 
     def __init__(self, table: TranscriptTable) -> None:
         self._table = table
         self._stopper = Stopper()
 
-    def execute(self, requests: list[Any]) -> None:
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -223,7 +241,9 @@ class DetokenizerModel:
     def finalize(self) -> None:
         self._stopper.close()
 
-    def _one(self, request: Any, sender: Any) -> Any:
+    def _one(
+        self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender
+    ) -> pb_utils.InferenceResponse | None:
         fields = read_fields(request, EVENT_TENSORS)
         event = unpack_event(fields["event"], fields["output_ids"], fields["output_log_probs"])
         try:
@@ -237,7 +257,7 @@ class DetokenizerModel:
 
 
 class Stopper:
-    """Tells the engine to stop requests, from a thread of its own because a model may not wait inside `execute`."""
+    """Tells the engine to stop requests, on a separate thread because a model may not wait inside `execute`."""
 
     def __init__(self) -> None:
         self._keys: queue.SimpleQueue[tuple[str, FinishReason] | None] = queue.SimpleQueue()
@@ -245,10 +265,11 @@ class Stopper:
         self._thread.start()
 
     def stop(self, key: str, why: FinishReason = "cancelled") -> None:
-        """Ask the engine to stop request `key`; one that it does not know any more is no error."""
+        """Ask the engine to stop request `key`, which may have ended meanwhile. Returns at once."""
         self._keys.put((key, why))
 
     def close(self) -> None:
+        """End the thread, after what it has been asked so far or 2 seconds, whichever comes first."""
         self._keys.put(None)
         self._thread.join(timeout=2)
 
@@ -256,17 +277,17 @@ class Stopper:
         while (item := self._keys.get()) is not None:
             try:
                 for response in control({"stop": item[0], "reason": item[1]}):
-                    if response.has_error():
-                        logger.error("stop was refused: %s", response.error().message())
+                    if error := response.error():
+                        logger.error("stop was refused: %s", error.message())
             except Exception:
                 logger.exception("stop was not sent")
 
 
-def control(command: dict[str, Any]) -> Any:
-    """Send a control request to the engine by BLS; yields its responses."""
+def control(command: dict[str, Any]) -> Iterator[pb_utils.InferenceResponse]:
+    """Send a control request to the engine by BLS and yield its responses."""
     request = pb_utils.InferenceRequest(
         model_name="irminsul_engine",
         requested_output_names=["event"],
         inputs=[pb_utils.Tensor(CONTROL_INPUT.name, to_array(CONTROL_INPUT, json.dumps(command)))],
     )
-    return (response for response in request.exec(decoupled=True))
+    yield from request.exec(decoupled=True)

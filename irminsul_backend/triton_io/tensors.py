@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.request_spec import INPUTS
 
 
 @dataclass(frozen=True)
@@ -27,37 +28,10 @@ class TensorSpec:
 
 NUMPY = {"STRING": np.object_, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_}
 
-REQUEST_INPUTS = (
-    TensorSpec("text_input", "STRING"),
-    TensorSpec("messages", "STRING"),
-    TensorSpec("tools", "STRING"),
-    TensorSpec("input_ids", "INT32", -1),
-    TensorSpec("max_tokens", "INT32"),
-    TensorSpec("stop_words", "STRING", -1),
-    TensorSpec("bad_words", "STRING", -1),
-    TensorSpec("top_k", "INT32"),
-    TensorSpec("top_p", "FP32"),
-    TensorSpec("temperature", "FP32"),
-    TensorSpec("min_p", "FP32"),
-    TensorSpec("repetition_penalty", "FP32"),
-    TensorSpec("presence_penalty", "FP32"),
-    TensorSpec("frequency_penalty", "FP32"),
-    TensorSpec("seed", "UINT64"),
-    TensorSpec("stream", "BOOL"),
-    TensorSpec("end_id", "INT32"),
-    TensorSpec("ignore_eos", "BOOL"),
-    TensorSpec("return_log_probs", "BOOL"),
-    TensorSpec("exclude_input_in_output", "BOOL"),
-    TensorSpec("return_num_input_tokens", "BOOL"),
-    TensorSpec("return_num_output_tokens", "BOOL"),
-    TensorSpec("return_perf_metrics", "BOOL"),
-    TensorSpec("reuse", "STRING"),
-    TensorSpec("cache_salt", "STRING"),
-    TensorSpec("cancel_key", "STRING"),
-)
+REQUEST_INPUTS = tuple(TensorSpec(i.name, i.dtype, i.dims) for i in INPUTS if not i.endpoints_only)
 """Inputs of `irminsul` and `irminsul_chunker`, all optional."""
 
-SESSION_INPUTS = (TensorSpec("session_id", "STRING"), TensorSpec("session_end", "BOOL"))
+SESSION_INPUTS = tuple(TensorSpec(i.name, i.dtype, i.dims) for i in INPUTS if i.endpoints_only)
 """What `irminsul_generate` and `irminsul_unary` take besides: HTTP cannot carry a correlation id."""
 
 PLAN_TENSORS = (

@@ -1,4 +1,4 @@
-"""MLA attention over position-independent rows. Knows nothing of any engine.
+"""MLA attention over position-independent KV rows. Independent of any engine.
 
 >>> layout = build_layout([slots], base, [q_positions], turns_per_position(inv_freq))
 >>> out = mla_attention(q_nope, q_rope, rows, layout, w_uk, w_uv, scale)
@@ -20,3 +20,5 @@ __all__ = [
     "rotate",
     "turns_per_position",
 ]
+
+__version__ = "0.1.0"

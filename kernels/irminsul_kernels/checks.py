@@ -1,4 +1,4 @@
-"""What the wrappers refuse before a launch. Needs no Triton."""
+"""Argument checks of the kernels' wrappers. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Wanted = tuple[str, Tensor | None, torch.dtype | tuple[torch.dtype, ...], tuple[
 
 
 def sizes(name: str, x: Tensor, *dimensions: str) -> tuple[int, ...]:
-    """Shape of `x`.
+    """The shape of `x`, which must have the named dimensions.
 
     Raises:
         ValueError: it has another number of dimensions.
@@ -21,10 +21,10 @@ def sizes(name: str, x: Tensor, *dimensions: str) -> tuple[int, ...]:
 
 
 def check_tensors(device: torch.device, *wanted: Wanted) -> None:
-    """All of these shapes and dtypes, contiguous and on `device`, where the rows are.
+    """Check that every tensor has its shape and dtype, is contiguous and is on `device`, where the rows are.
 
     Raises:
-        ValueError: the first tensor that is not, what it is and what it must be.
+        ValueError: a tensor does not; the message names the first one, what it is and what it must be.
     """
     for name, tensor, dtypes, shape in wanted:
         if tensor is None:
@@ -40,13 +40,13 @@ def check_tensors(device: torch.device, *wanted: Wanted) -> None:
 
 
 def check_slots(slots: Tensor, kv_indptr: Tensor, capacity: int, max_length: int) -> None:
-    """Look at the contents of a batch's description. For tensors on a device this waits for the device.
+    """Check the values of a batch's slots and lengths. For tensors on a GPU this waits for the GPU.
 
     Args:
         slots: int32 [sum of lengths or more].
         kv_indptr: int32 [B + 1].
         capacity: rows of the pool.
-        max_length: bound of the sequence lengths.
+        max_length: upper bound of the sequence lengths.
 
     Raises:
         ValueError: a negative length, one above max_length, more rows than slots, a slot outside the pool.

@@ -1,4 +1,4 @@
-"""What wrappers and plans ask about a device and a shape. Needs no Triton."""
+"""Properties of devices, and uploads to them. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @lru_cache
 def architecture(device: torch.device | str) -> int:
-    """Compute capability, 90 for 9.0; the interpreter plays an H200."""
+    """Compute capability, 90 for 9.0; on the CPU that of an H200, for the interpreter."""
     if torch.device(device).type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -20,7 +20,7 @@ def architecture(device: torch.device | str) -> int:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of the device; the interpreter plays an H200."""
+    """Number of the device's multiprocessors; on the CPU that of an H200, for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
@@ -30,7 +30,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def upload(table: np.ndarray, dtype: type, device: torch.device | str) -> Tensor:
-    """Through pinned memory, so that the copy does not hold up the host."""
+    """`table` as a tensor of `dtype` on `device`, copied from pinned memory so that the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(table, dtype=dtype))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()

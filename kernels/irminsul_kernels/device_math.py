@@ -1,4 +1,4 @@
-"""Arithmetic that the kernels share, compiled for a GPU or interpreted on the CPU.
+"""Device functions shared by the kernels, compiled for a GPU or interpreted on the CPU.
 
 The interpreter (TRITON_INTERPRET=1) computes bf16 on raw bits and truncates fp32 to bf16. So there every operand is
 fp32 that holds values of the narrow type, rounded to nearest as a GPU does: results have a GPU's rounding errors.
@@ -24,20 +24,20 @@ TYPE_NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*
 
 
 def use_kernel(x: torch.Tensor) -> bool:
-    """Whether a wrapper launches its kernel for `x` or computes with torch."""
+    """Whether a wrapper launches its kernel for `x`; otherwise it computes with torch."""
     return x.is_cuda or INTERPRET
 
 
 @triton.jit
 def load_rows(pointer, start, column, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """[starts, BLOCK] numbers from each of `start`; those from SIZE on are 0. No mask where there are none."""
+    """[len(start), BLOCK] elements from each of `start` on; columns from SIZE on are 0. Unmasked if SIZE is BLOCK."""
     at = pointer + (start[:, None] + column[None, :])
     return tl.load(at) if BLOCK == SIZE else tl.load(at, mask=column[None, :] < SIZE, other=0)
 
 
 @triton.jit
 def operand(x, interpret: tl.constexpr):
-    """A loaded tile as it may go into arithmetic or tl.dot."""
+    """A loaded tile as an operand of arithmetic or tl.dot."""
     if interpret:
         x = x.to(tl.float32)
     return x
@@ -70,7 +70,7 @@ def half_precision(x, interpret: tl.constexpr):
 
 @triton.jit
 def cos_sin_of(delta, turns, interpret: tl.constexpr):
-    """cos and sin of delta * turns, as `rotation.cos_sin`: the int64 product wraps at a whole turn."""
+    """cos and sin of delta * turns, the same as `rotation.cos_sin`: the int64 product wraps at a whole turn."""
     angle = ((delta.to(tl.int64) * turns) >> 32).to(tl.int32).to(tl.float32) * RADIANS
     if interpret:
         cos = tl.cos(angle)

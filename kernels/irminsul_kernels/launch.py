@@ -1,4 +1,4 @@
-"""How a kernel is launched: what its wrapper, the ahead-of-time compiler and the benchmark have in common."""
+"""Launch configuration of a kernel, shared by its wrapper, the ahead-of-time compiler and the benchmark."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One kernel as it is launched.
+    """One kernel with its argument types and launch parameters.
 
     Arguments that are not in `signature` are constexpr and must be in `constexprs`.
     """
 
     name: str
-    """What it is in words: "decode, 16 heads, 512 + 64, bf16"."""
+    """Description: "decode, 16 heads, 512 + 64, bf16"."""
     kernel: Any
     """The @triton.jit function."""
     signature: dict[str, str]
@@ -25,4 +25,4 @@ class KernelConfig:
     aligned: tuple[str, ...] = ()
     """Arguments (pointers, strides) that are multiples of 16; Triton finds this out by itself at a launch."""
     unrotated: dict[str, Any] = field(default_factory=dict)
-    """Constexprs that switch the rotation off. Empty: the kernel does not rotate."""
+    """Constexprs that switch the rotation off; empty if the kernel does not rotate."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from irminsul_backend.training.corpus import AgentText
+from irminsul_traffic.agent_text import AgentText
 from irminsul_traffic.words import PEOPLE, PERSON_ATTRIBUTES, RELATIONS, THING_ATTRIBUTES, THINGS, VALUES
 
 Message = dict[str, str]
@@ -30,10 +30,13 @@ class Fact(NamedTuple):
 
     @property
     def sentence(self) -> str:
+        """The fact in words."""
         return f"The {self.attribute} of {self.entity} is {self.value}."
 
 
 class Question(NamedTuple):
+    """A question about the facts, and its only right answer."""
+
     text: str
     answer: str
     bridge: str = ""
@@ -41,6 +44,7 @@ class Question(NamedTuple):
 
     @property
     def hops(self) -> int:
+        """The number of facts that the answer needs, 1 or 2."""
         return 2 if self.bridge else 1
 
     @property
@@ -87,7 +91,7 @@ class NeedleMaker:
     def lesson(self, tokens: int, multi_share: float, names: int = len(THINGS)) -> tuple[str, list[int]]:
         """A whole rendered session of about `tokens` tokens for training, and the hops of each of its questions.
 
-        Documents come in groups; behind a group, questions about all that was said so far.
+        Documents come in groups; after each group stand questions about all that was said so far.
         """
         r = self.random
         groups = r.randint(1, 1 + min(2, tokens // 512))

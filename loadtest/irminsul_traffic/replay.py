@@ -14,9 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from irminsul_client._client import Client, Session
-from irminsul_client._request import Reuse
-from irminsul_client.errors import IrminsulClientError, ServerError
+from irminsul_client import Client, IrminsulClientError, Reuse, ServerError, Session
 from rich.console import Group
 from rich.table import Table
 

@@ -31,7 +31,7 @@ REMINDER = (
 
 @dataclass
 class TurnContext:
-    """What a step may know beside the messages."""
+    """What a step may know in addition to the messages."""
 
     rng: random.Random
     session_id: str

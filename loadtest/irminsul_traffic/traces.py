@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import zstandard
-from irminsul_client.errors import TraceError
 
 ZSTD_WINDOW = 2**27
 """Bytes; traces repeat themselves at long distances and are compressed with a window of this size."""
 
 Message = dict[str, Any]
 """``role`` and ``content`` (both str), and whatever else the trace holds."""
+
+
+class TraceError(Exception):
+    """A trace file cannot be read; the message names the file, the line and what is wrong there."""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ peony persimmon pistachio platinum pomelo primrose pumpkin quince reed rhubarb r
 tamarind tangerine tarragon tungsten verbena wheat yew zinnia
 """)
 THING_ATTRIBUTES = ("code", "region", "channel", "vault")
-"""Whose value is a word of VALUES, said of a thing."""
+"""Attributes of a thing; each value is a word of VALUES."""
 PERSON_ATTRIBUTES = ("badge", "color", "locker", "seal")
-"""The same, said of a person."""
+"""Attributes of a person; each value is a word of VALUES."""
 RELATIONS = ("owner", "keeper", "alias", "backup")
-"""Whose value is a person (the first two) or another thing."""
+"""Attributes of a thing whose value is a person (the first two) or another thing."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import zstandard
-from irminsul_client.errors import TraceError
 from irminsul_traffic.scenarios import apply_scenario
 from irminsul_traffic.synthetic import synthetic_sessions
+from irminsul_traffic.traces import TraceError
 
 from irminsul_backend.analysis.readers import PromptLog, interleaved, read_log
 from irminsul_backend.errors import InvalidRequestError

@@ -17,7 +17,7 @@ from irminsul_backend.analysis.readers import interleaved
 from irminsul_backend.analysis.results import ReplayResult
 from irminsul_backend.analysis.simulation import ReplayOptions, Turn, replay
 from irminsul_backend.analysis.tokens import PromptTokenizer
-from irminsul_backend.cache import CachedSequence, Registry, plan
+from irminsul_backend.cache import POLICIES, CachedSequence, Registry, plan
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.errors import UnsupportedModelError
@@ -83,7 +83,7 @@ class TestCounts:
                 prompt.ids,
                 ends,
                 prints,
-                reuse="content",
+                policy=POLICIES["content"],
                 extension=chosen.extension,
                 min_segment=chosen.min_segment,
                 gram=chosen.gram,

@@ -1,6 +1,11 @@
-"""The engine part of the benchmark, made small enough for a CPU: what it measures, not how fast."""
+"""The benchmark of the whole engine on a GPU, made small enough for a CPU: what it measures, not how fast."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,16 +74,61 @@ def test_prompts_are_reused_as_their_labels_say(tiny: ModelConfig) -> None:
     assert all(r.rate and r.rate > 0 for r in decoded)
 
 
-def test_transformers_computes_the_same_tokens(tiny: ModelConfig) -> None:
-    pytest.importorskip("transformers")
+class Successor:
+    """Stands in for a transformers model of TINY's vocabulary: the next token is the last one and one more."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        """Tokens of each call."""
+
+    def to(self, device: torch.device) -> Successor:
+        return self
+
+    def eval(self) -> Successor:
+        return self
+
+    def __call__(self, input_ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> SimpleNamespace:
+        assert (past_key_values is None) == (input_ids.shape[1] > 1), "a decode step goes on from the cache"
+        self.lengths.append(input_ids.shape[1])
+        logits = torch.zeros(1, 1, TINY["vocab_size"])
+        logits[0, 0, (input_ids[0, -1] + 1) % TINY["vocab_size"]] = 1
+        return SimpleNamespace(logits=logits, past_key_values="cache")
+
+
+def test_transformers_is_timed_on_the_same_model_and_requests(
+    tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = Successor()
+
+    def from_pretrained(folder: str, dtype: torch.dtype) -> Successor:
+        assert {path.name for path in Path(folder).iterdir()} == {"config.json", "model.safetensors"}
+        assert dtype == torch.bfloat16
+        return theirs
+
+    library = SimpleNamespace(AutoModelForCausalLM=SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "transformers", library)
     report = Report()
     engine_bench.against_transformers(report, CPU)
     assert report.skipped == []
     assert [row.name for row in report.rows] == [
         f"{name}, {what}" for name in ("Irminsul", "transformers") for what in ("TTFT", "decode step")
     ]
-    same = int(report.rows[2].note.split("the first ")[1].split()[0])
-    assert same >= 1, "not even the first token agrees"
+    assert theirs.lengths == ([2048] + 63 * [1]) * 3, "the prompt at once, then 63 tokens; a warm-up and two repeats"
+    assert "tokens are the same" in report.rows[2].note
+    for first, step in (report.rows[:2], report.rows[2:]):
+        assert first.rate == pytest.approx(2048 / first.time_us * 1e6)
+        assert step.rate == pytest.approx(1e6 / step.time_us)
+
+
+def test_greedy_tokens_and_times_of_transformers() -> None:
+    first, step, tokens = engine_bench._transformers_times(Successor(), torch.tensor([7, 8, 253]), 4)
+    assert tokens == [254, 255, 0, 1]
+    assert first > 0 and step > 0
+
+
+def test_medians_of_first_tokens_and_of_the_steps_after() -> None:
+    times = [[1.0, 1.5, 2.0], [4.0, 6.0, 8.0], [2.0, 3.0, 4.0]]
+    assert engine_bench._medians(times) == (2.0, 1.0)
 
 
 def test_rate_of_the_time_in_which_all_decode() -> None:
@@ -105,3 +155,9 @@ def test_no_energy_counter_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine_bench.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError("no")))
     meter = engine_bench.EnergyMeter(CPU)
     assert meter.joules() is None and meter.why_not == "ImportError: no"
+
+
+def test_without_a_gpu_one_line_and_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert engine_bench.main([]) == 2
+    assert capsys.readouterr().err.startswith("irminsul_backend.benchmarks.gpu_engine: torch ")

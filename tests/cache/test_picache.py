@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from irminsul_backend.cache import Admission, PICache
+from irminsul_backend.cache import POLICIES, Admission, PICache
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.errors import CapacityError
 
@@ -24,15 +24,14 @@ def admit(cache: PICache, ids: np.ndarray, *, reuse: str = "content", namespace:
         fingerprint(ids, ends, namespace),
         namespace=namespace,
         session_id="s",
-        reuse=reuse,
+        policy=POLICIES[reuse],
         max_new=max_new,
     )
 
 
 def finish(cache: PICache, admission: Admission, length: int) -> None:
     cache.advance(admission.sequence, length)
-    s = admission.sequence
-    cache.retire(s, s.chunk_ends[s.chunk_ends <= length], s.fingerprints[s.chunk_ends <= length])
+    cache.retire(admission.sequence)
 
 
 def new_cache(capacity: int) -> PICache:
@@ -96,8 +95,7 @@ class Histories(RuleBasedStateMachine):
         admission, _ = self.running.pop(which % len(self.running))
         s = admission.sequence
         if keep:
-            written = s.chunk_ends <= s.length
-            self.cache.retire(s, s.chunk_ends[written], s.fingerprints[written])
+            self.cache.retire(s)
         else:
             self.cache.discard(s)
 
@@ -177,3 +175,26 @@ def test_metadata_is_bounded() -> None:
         prompt = np.concatenate((POOL[:300], POOL[1000 + i : 1003 + i]))
         finish(cache, admit(cache, prompt), len(prompt))
     assert cache.stats()["idle_tokens"] <= 4 * 400
+
+
+@pytest.mark.parametrize("preset", ["default", "grams"])
+@pytest.mark.parametrize("lengths", [(100, 0), (100, 1), (7, 90), (40, 300)])
+def test_a_retired_answer_is_cut_where_cutting_it_afterwards_would(preset: str, lengths: tuple[int, int]) -> None:
+    chosen, (n, more) = PRESETS[preset], lengths
+    cache = PICache(1000, chosen)
+    ids = POOL[: n + more]
+    ends = cut(ids[:n], chosen)
+    prints = fingerprint(ids[:n], ends, "n", chosen.gram)
+    admission = cache.admit(ids[:n], ends, prints, namespace="n", session_id="s", policy=POLICIES["off"], max_new=more)
+    assert admission is not None
+    sequence = admission.sequence
+    cache.advance(sequence, n)
+    for token in ids[n:].tolist():
+        cache.append(sequence, token)
+        cache.advance(sequence, sequence.length + 1)
+    cache.retire(sequence)
+    assert np.array_equal(sequence.token_ids, ids)
+    whole = np.concatenate((ends, n + cut(ids[n:], chosen))) if more else ends
+    assert np.array_equal(sequence.chunk_ends, whole)
+    assert np.array_equal(sequence.fingerprints, fingerprint(ids, whole, "n", chosen.gram))
+    cache.check_integrity()

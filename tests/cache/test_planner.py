@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irminsul_backend.cache import CachedSequence, Registry, plan
+from irminsul_backend.cache import POLICIES, CachedSequence, Registry, plan
 from irminsul_backend.cache.registry import SINK_TOKENS
 from irminsul_backend.chunking import PRESETS, Preset, cut, fingerprint
+from irminsul_backend.request_spec import REUSE_POLICIES
 
 NAMESPACE = "n"
 
@@ -42,7 +43,7 @@ def planned(registry: Registry, ids: np.ndarray, preset: str, reuse: str = "cont
         ids,
         ends,
         prints,
-        reuse=reuse,
+        policy=POLICIES[reuse],
         extension=p.extension,
         min_segment=p.min_segment,
         gram=p.gram,
@@ -143,7 +144,15 @@ def test_nothing_long_is_missed(kind: str, seed: int) -> None:
     ends = cut(prompt, EVERY, None)
     prints = fingerprint(prompt, ends, NAMESPACE, EVERY.gram)
     segments = plan(
-        registry, NAMESPACE, prompt, ends, prints, reuse="content", extension=True, min_segment=32, gram=EVERY.gram
+        registry,
+        NAMESPACE,
+        prompt,
+        ends,
+        prints,
+        policy=POLICIES["content"],
+        extension=True,
+        min_segment=32,
+        gram=EVERY.gram,
     )
     check(segments, prompt)
     hole = np.ones(len(prompt), bool)
@@ -232,3 +241,8 @@ def test_forgetting_leaves_nothing() -> None:
     for sequence in made:
         registry.forget(sequence)
     assert len(registry) == 0
+
+
+def test_every_policy_that_a_request_may_name_exists() -> None:
+    assert tuple(POLICIES) == REUSE_POLICIES
+    assert all(policy.name == name for name, policy in POLICIES.items())

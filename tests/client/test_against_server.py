@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 from irminsul_client import Client, HTTPClient, InvalidRequest, RequestTimeout
-from irminsul_traffic.replay import ReplayOptions, replay, summarise
-from irminsul_traffic.scenarios import apply_scenario
-from irminsul_traffic.synthetic import synthetic_sessions
 
 pytestmark = pytest.mark.server
 
@@ -105,13 +102,6 @@ class TestGrpc:
         thread.join()
         assert steady == [expected] * 3
         client.check_ready()
-
-    def test_replay(self, client: Client) -> None:
-        sessions = list(apply_scenario("early", synthetic_sessions(4, turns=3, seed=1)))
-        records = replay(client, sessions, ReplayOptions(sessions=4, max_tokens=2, cache_salt="replay"))
-        summary = summarise(records, 1.0)
-        assert (summary["requests"], summary["errors"]) == (12, 0)
-        assert summary["shares"]["shifted"] > 0.5
 
 
 class TestHttp:

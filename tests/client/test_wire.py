@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from irminsul_client import InvalidRequest, ServerError, Usage
 from irminsul_client._grpc import decode_response, encode_request, encode_tensor
-from irminsul_client._request import TENSORS, build_fields
+from irminsul_client._inputs import TENSORS
+from irminsul_client._request import build_fields
 from irminsul_client._transport import Request
 from irminsul_client._types import chunk_from_outputs
 from tritonclient.grpc import InferInput, service_pb2

@@ -19,7 +19,8 @@ from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.engine import Engine
 from irminsul_backend.model import MLAModel, load_model, parse_config
 from irminsul_backend.model.random_weights import random_weights
-from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams, Usage
+from irminsul_backend.protocol import Event, GenerationRequest, Usage
+from irminsul_backend.request_spec import SamplingParams
 from irminsul_backend.training.train import CONFIG
 
 VOCAB = 512

@@ -1,14 +1,8 @@
-"""Run by test_gpu_path.py in a process of its own, with TRITON_INTERPRET=1: one engine by kernels, one by torch.
-
-Everything of the GPU path but graph capture runs here on the CPU. Prints one JSON object.
-"""
+"""One engine by kernels, one by torch, for test_gpu_path.py: on a GPU, or interpreted (all but graph capture)."""
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,10 +13,11 @@ from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.engine import Engine
 from irminsul_backend.engine.batch import Piece
 from irminsul_backend.engine.runner import ModelRunner
-from irminsul_backend.model import MLAModel, attention, load_model
-from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams
+from irminsul_backend.model import MLAModel, attention
+from irminsul_backend.protocol import Event, GenerationRequest
+from irminsul_backend.request_spec import SamplingParams
 
-CAPACITY, VOCAB = 500, 512
+CAPACITY, VOCAB = 300, 512
 
 
 def steps(model: MLAModel) -> dict[str, list[float]]:
@@ -32,7 +27,7 @@ def steps(model: MLAModel) -> dict[str, list[float]]:
     the middle; the third shares slots with it.
     """
     rng = np.random.default_rng(5)
-    ids = rng.integers(2, VOCAB, 400).astype(np.int32)
+    ids = rng.integers(2, VOCAB, 110).astype(np.int32)
     # the first and the last slot are in use: padding must not write there
     order = np.r_[0, CAPACITY - 1, 1 + rng.permutation(CAPACITY - 2)].astype(np.int32)
     base = np.zeros(CAPACITY, np.int32)
@@ -45,12 +40,12 @@ def steps(model: MLAModel) -> dict[str, list[float]]:
         base[slots] = positions
         return slots
 
-    first = fresh(np.arange(130))
-    second = np.zeros(170, np.int32)
-    second[17:147] = first
-    holes = np.concatenate((np.arange(17), np.arange(60, 66), np.arange(147, 160)))
+    first = fresh(np.arange(70))
+    second = np.zeros(110, np.int32)
+    second[17:87] = first
+    holes = np.concatenate((np.arange(17), np.arange(40, 46), np.arange(87, 100)))
     second[holes] = fresh(holes)
-    second[160:] = fresh(np.arange(160, 170))
+    second[100:] = fresh(np.arange(100, 110))
     third = np.concatenate((second[:50], fresh(np.arange(50, 60))))
     short = fresh(np.arange(5))
 
@@ -59,12 +54,12 @@ def steps(model: MLAModel) -> dict[str, list[float]]:
         return Piece(ids[positions], positions, slots, wants_logits)
 
     plan = {
-        "prefill": [piece(first, np.arange(129), False), piece(short, np.arange(3))],
-        "decode": [piece(first, 129), piece(short, 3)],
+        "prefill": [piece(first, np.arange(69), False), piece(short, np.arange(3))],
+        "decode": [piece(first, 69), piece(short, 3)],
         "holes beside decode": [piece(second, holes), piece(short, 4), piece(third, np.arange(50, 53), False)],
-        "decode in a padded bucket": [piece(second, 160), piece(third, 53), piece(first, 129)],
-        "decode alone": [piece(second, 161)],
-        "hole of one token that wants no logits": [piece(third, 54, False), piece(second, 162)],
+        "decode in a padded bucket": [piece(second, 100), piece(third, 53), piece(first, 69)],
+        "decode alone": [piece(second, 101)],
+        "hole of one token that wants no logits": [piece(third, 54, False), piece(second, 102)],
     }
     runners = [ModelRunner(model, CAPACITY, max_running=4, use_kernels=use) for use in (True, False)]
     for runner in runners:
@@ -107,7 +102,7 @@ def answers(model: MLAModel, use_kernels: bool) -> dict[str, Any]:
 
         ends = cut(ids, preset, None)
         request = GenerationRequest(
-            key=key, session_id=key, namespace="n", sampling=SamplingParams(max_tokens=4, **sampling)
+            key=key, session_id=key, namespace="n", sampling=SamplingParams(max_tokens=3, **sampling)
         )
         engine.submit(request, ids, ends, fingerprint(ids, ends, "n", preset.gram), on_event)
         return events, done
@@ -134,13 +129,3 @@ def answers(model: MLAModel, use_kernels: bool) -> dict[str, Any]:
     engine.close()
     assert status["integrity"] == "ok", status
     return found
-
-
-def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    model = load_model(Path(folder), dtype=torch.bfloat16)
-    print(json.dumps({"steps": steps(model), "kernels": answers(model, True), "torch": answers(model, False)}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -135,7 +135,8 @@ class TestEnding:
     def test_closing_ends_what_runs(self, models, text: Text) -> None:
         from irminsul_backend.chunking import PRESETS
         from irminsul_backend.engine import Engine
-        from irminsul_backend.protocol import GenerationRequest, SamplingParams
+        from irminsul_backend.protocol import GenerationRequest
+        from irminsul_backend.request_spec import SamplingParams
 
         engine = Engine(models["one"], 4096, PRESETS["default"])
         engine.start()

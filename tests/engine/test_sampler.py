@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from irminsul_backend.engine.sampler import Sampler, sample
-from irminsul_backend.protocol import GenerationRequest, SamplingParams
+from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.request_spec import SamplingParams
 
 VOCAB = 12
 
 
 def sampler(prompt: tuple[int, ...] = (), bad_words: Any = (), **params: Any) -> Sampler:
     request = GenerationRequest(key="k", sampling=SamplingParams(**params), bad_words=bad_words)
-    return Sampler(request, torch.tensor(prompt, dtype=torch.int64), VOCAB)
+    return Sampler(request, np.array(prompt, np.int32), VOCAB)
 
 
 def frequencies(logits: torch.Tensor, draws: int = 4000, **params: Any) -> torch.Tensor:

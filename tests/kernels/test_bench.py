@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from irminsul_kernels.bench import scenes
+from irminsul_kernels.bench import command, scenes
 from irminsul_kernels.bench.__main__ import PARTS, build_parser, main
 from irminsul_kernels.bench.report import Bar, Check, Report, Row, columns, duration
 
@@ -96,13 +95,12 @@ class TestArguments:
         assert build_parser().parse_args([]).only == list(PARTS)
 
     def test_parts_are_selected(self) -> None:
-        args = build_parser().parse_args(["--only", "decode", "small", "--json", "out.json"])
-        assert (args.only, args.json) == (["decode", "small"], "out.json")
+        assert build_parser().parse_args(["--only", "decode", "small"]).only == ["decode", "small"]
 
     def test_an_unknown_part_names_the_known_ones(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             build_parser().parse_args(["--only", "decoding"])
-        assert "decoding" in (err := capsys.readouterr().err) and "engine" in err
+        assert "decoding" in (err := capsys.readouterr().err) and "extend" in err
 
     def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
@@ -112,16 +110,53 @@ class TestArguments:
         for name, about in PARTS.items():
             assert f"{name}: {about}" in text
 
-    def test_without_a_gpu_one_line_and_code_2(self) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "irminsul_kernels.bench"],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 2 and done.stdout == ""
-        (line,) = done.stderr.splitlines()
-        assert "sees no NVIDIA GPU" in line
+    def test_without_a_gpu_one_line_and_code_2(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert main([]) == 2
+        out, err = capsys.readouterr()
+        (line,) = err.splitlines()
+        assert out == "" and line.startswith("irminsul_kernels.bench: ") and "sees no NVIDIA GPU" in line
+
+
+class TestCommand:
+    """What the command does with a report, on a GPU that is pretended."""
+
+    @pytest.fixture(autouse=True)
+    def gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in dict(is_available=True, device_count=2, set_device=None, empty_cache=None).items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        monkeypatch.setattr(command, "describe", lambda device, packages: {"GPU": f"number {device.index}"})
+
+    @staticmethod
+    def run(*argv: str, error: float = 0.0) -> int:
+        def measure(args: argparse.Namespace, report: Report, device: torch.device) -> None:
+            report.checks.append(Check("decode", error, 2e-3))
+
+        return command.run(argparse.ArgumentParser(prog="python -m bench"), argv, measure)
+
+    def test_a_table_and_a_file_with_the_same_figures(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.run("--json", str(tmp_path / "out.json"), "--device", "1") == 0
+        assert "GPU: number 1" in capsys.readouterr().out
+        found = json.loads((tmp_path / "out.json").read_text())
+        assert found["machine"] == {"GPU": "number 1"} and found["checks"][0]["met"]
+
+    def test_only_json_on_stdout_and_code_1_for_a_wrong_kernel(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.run("--json", "-", error=1.0) == 1
+        assert not json.loads(capsys.readouterr().out)["checks"][0]["met"]
+
+    def test_a_gpu_that_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.run("--device", "2") == 2
+        assert capsys.readouterr().err == "--device 2: there are 2 GPUs, from 0\n"
+
+    def test_a_part_without_memory_is_listed(self) -> None:
+        def part() -> None:
+            raise torch.cuda.OutOfMemoryError("tried 9 GiB\nmore words")
+
+        report = Report()
+        command.run_part(report, "extend", part)
+        assert report.skipped == [("the rest of extend", "out of GPU memory: tried 9 GiB")]
 
 
 class TestScenes:

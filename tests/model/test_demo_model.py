@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 import pytest
 import torch
+from irminsul_traffic.agent_text import AgentText
 from irminsul_traffic.facts import NeedleMaker
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -16,7 +17,6 @@ from tokenizers import Tokenizer
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.model import MLAModel, load_model
 from irminsul_backend.model.attention import DenseContext
-from irminsul_backend.training.corpus import AgentText
 from irminsul_backend.training.train import write_model
 from irminsul_backend.training.train_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE
 

@@ -26,7 +26,7 @@ USERS = 4
 
 def run_locust(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", "--host", url]
-    command += ["--users", str(USERS), "--spawn-rate", str(USERS), "--json", "--think-time", "0.01", *arguments]
+    command += ["--users", str(USERS), "--spawn-rate", "100", "--json", "--think-time", "0.01", *arguments]
     return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=90)
 
 
@@ -73,7 +73,7 @@ def meeting() -> Iterator[str]:
 
 class TestLocustfile:
     def test_users_wait_for_the_server_at_the_same_time(self, meeting: str) -> None:
-        result = run_locust(meeting, "--run-time", "3s")
+        result = run_locust(meeting, "--run-time", "1s")
         statistics = rows(result)
         turns = statistics["grpc", "turn"]
         assert turns["num_requests"] >= USERS

@@ -1,4 +1,4 @@
-"""Replaying traces, and the two commands, against a real gRPC server."""
+"""Replaying traces, and the ``replay`` command, against a small gRPC server and a real tritonserver."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from irminsul_client import Client, TraceError
-from irminsul_client.cli import main
+from irminsul_client import Client
+from irminsul_traffic.cli import main
 from irminsul_traffic.replay import ReplayOptions, TurnRecord, replay, server_session_id, summarise
-from irminsul_traffic.traces import TraceSession
+from irminsul_traffic.scenarios import apply_scenario
+from irminsul_traffic.synthetic import synthetic_sessions
+from irminsul_traffic.traces import TraceError, TraceSession
 
 
 def session(name: str, *texts: str) -> TraceSession:
@@ -76,6 +78,15 @@ class TestReplay:
 
         with Client(ensemble.address) as client, pytest.raises(TraceError, match="line 2"):
             replay(client, broken(), ReplayOptions(sessions=3))
+
+    @pytest.mark.server
+    def test_a_real_server_finds_shifted_rows(self, server: Any) -> None:
+        sessions = list(apply_scenario("early", synthetic_sessions(4, turns=3, seed=1)))
+        with Client(server.grpc_url) as client:
+            records = replay(client, sessions, ReplayOptions(sessions=4, max_tokens=2, cache_salt="replay"))
+        summary = summarise(records, 1.0)
+        assert (summary["requests"], summary["errors"]) == (12, 0)
+        assert summary["shares"]["shifted"] > 0.5
 
 
 class TestSummary:
@@ -152,41 +163,3 @@ class TestReplayCommand:
         with pytest.raises(SystemExit):
             main(["replay", "t.jsonl", "--sessions", "0"])
         assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
-
-
-class TestGenerateCommand:
-    def test_text_on_stdout_usage_on_stderr(self, ensemble: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        for extra in ([], ["--stream"]):
-            assert main(["generate", "hello there", "--url", ensemble.address, *extra]) == 0
-            captured = capsys.readouterr()
-            assert captured.out == "hello there \n"
-            assert captured.err.startswith("prompt 9 = exact 2 + shifted 3 + computed 4 (1 segments); generated 2;")
-
-    def test_session_stays_open_until_end(self, ensemble: Any) -> None:
-        for extra in ([], [], ["--end"]):
-            assert main(["generate", "hi", "--url", ensemble.address, "--session", "s", *extra]) == 0
-        assert [(s.start, s.end) for s in ensemble.seen] == [
-            (True, False),
-            *[(True, False), (False, False)],
-            *[(True, True), (False, True), (True, True)],
-        ]
-
-    def test_messages_file_and_json(self, ensemble: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = tmp_path / "m.json"
-        path.write_text('[{"role": "user", "content": "from a file"}]')
-        assert main(["generate", "--messages", str(path), "--json", "--url", ensemble.address]) == 0
-        answer = json.loads(capsys.readouterr().out)
-        assert answer["text"] == "from a file "
-        assert answer["usage"]["shifted_tokens"] == 3
-
-    def test_bad_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = tmp_path / "m.json"
-        path.write_text("{}")
-        assert main(["generate", "--messages", str(path)]) == 1
-        assert "must be a JSON list" in capsys.readouterr().err
-        assert main(["generate", "--messages", str(tmp_path / "none.json")]) == 1
-        assert "none.json" in capsys.readouterr().err
-
-    def test_unreachable(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["generate", "hi", "--url", "127.0.0.1:1"]) == 1
-        assert len(capsys.readouterr().err.splitlines()) == 1

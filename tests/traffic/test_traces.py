@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import zstandard
-from irminsul_client import TraceError
 from irminsul_traffic.synthetic import synthetic_sessions
-from irminsul_traffic.traces import TraceSession, read_trace
+from irminsul_traffic.traces import TraceError, TraceSession, read_trace
 
 
 def rows(sessions: list[TraceSession]) -> list[dict[str, Any]]:

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from irminsul_backend.errors import InvalidRequestError
-from irminsul_backend.frontend.inputs import KNOWN_FIELDS
-from irminsul_backend.protocol import Event, GenerationRequest, SamplingParams, Usage
+from irminsul_backend.frontend.inputs import KNOWN
+from irminsul_backend.protocol import Event, GenerationRequest, Usage
+from irminsul_backend.request_spec import SamplingParams
 from irminsul_backend.triton_io import tensors
 from irminsul_backend.triton_io.events import Outgoing, hold_back, merge, pack_event, unpack_event
-from irminsul_backend.triton_io.server.launcher import MAX_SESSION_TTL_S, find_model_repository
+from irminsul_backend.triton_io.model_configs import MAX_SESSION_TTL_S
+from irminsul_backend.triton_io.server.launcher import find_model_repository
 from irminsul_backend.triton_io.tensors import TensorSpec, from_array, to_array
 
 REPOSITORY = find_model_repository()
@@ -59,7 +61,7 @@ class TestConfigurations:
         assert configured(model, "output") == dict.fromkeys(OUTPUTS[model], False)
 
     def test_the_chunker_knows_every_input(self) -> None:
-        assert {spec.name for spec in tensors.REQUEST_INPUTS} == KNOWN_FIELDS
+        assert {spec.name for spec in tensors.REQUEST_INPUTS} == KNOWN.keys()
 
     def test_triton_forgets_a_session_no_sooner_than_the_launcher_allows(self) -> None:
         text = (REPOSITORY / "irminsul_chunker" / "config.pbtxt").read_text()

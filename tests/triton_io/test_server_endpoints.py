@@ -18,7 +18,7 @@ from irminsul_backend.triton_io.server.launcher import Server
 pytestmark = pytest.mark.server
 
 REQUEST = {"text_input": "An agent asks over HTTP", "max_tokens": 6, "ignore_eos": True}
-ENTRANCES = ("irminsul_unary", "irminsul_generate")
+ENDPOINTS = ("irminsul_unary", "irminsul_generate")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 class TestGenerate:
-    @pytest.mark.parametrize("model", ENTRANCES)
+    @pytest.mark.parametrize("model", ENDPOINTS)
     def test_one_answer(self, model: str, http: httpx.Client, expected: list[int]) -> None:
         answer = http.post(f"/{model}/generate", json=REQUEST).json()
         assert answer["output_ids"] == expected
@@ -53,7 +53,7 @@ class TestGenerate:
         assert [i for part in parts for i in np.atleast_1d(part["output_ids"]).tolist()] == expected
         assert [part["finish_reason"] for part in parts] == [""] * (len(parts) - 1) + ["length"]
 
-    @pytest.mark.parametrize("model", ENTRANCES)
+    @pytest.mark.parametrize("model", ENDPOINTS)
     def test_lists_and_every_type_of_input(self, model: str, http: httpx.Client) -> None:
         request = {
             "input_ids": [5, 6, 7, 8],
@@ -69,7 +69,7 @@ class TestGenerate:
         assert answers[0]["output_ids"] == answers[1]["output_ids"]
         assert len(answers[0]["output_log_probs"]) == len(answers[0]["output_ids"])
 
-    @pytest.mark.parametrize("model", ENTRANCES)
+    @pytest.mark.parametrize("model", ENDPOINTS)
     def test_an_error_has_its_own_words(self, model: str, http: httpx.Client) -> None:
         response = http.post(f"/{model}/generate", json={"text_input": "a", "temperature": -1.0})
         assert response.status_code == 400
@@ -102,7 +102,7 @@ class TestInfer:
 
 
 class TestSessions:
-    @pytest.mark.parametrize("model", ENTRANCES)
+    @pytest.mark.parametrize("model", ENDPOINTS)
     def test_a_session_opens_by_itself_and_ends_when_told(self, model: str, http: httpx.Client, stream: Any) -> None:
         session = f"http-{uuid.uuid4()}"
         for _ in range(2):
@@ -112,7 +112,7 @@ class TestSessions:
         assert last.status_code == 200
         assert "START" in stream.ask(session=session, start=False, end=False, **REQUEST).error
 
-    @pytest.mark.parametrize("model", ENTRANCES)
+    @pytest.mark.parametrize("model", ENDPOINTS)
     def test_a_session_opened_or_ended_elsewhere(self, model: str, http: httpx.Client, stream: Any) -> None:
         session = f"elsewhere-{uuid.uuid4()}"
         assert not stream.ask(session=session, start=True, end=False, **REQUEST).error
@@ -124,7 +124,7 @@ class TestSessions:
         session = f"at-once-{uuid.uuid4()}"
 
         def ask(number: int) -> list[int]:
-            model = ENTRANCES[number % 2]
+            model = ENDPOINTS[number % 2]
             return list(http.post(f"/{model}/generate", json={**REQUEST, "session_id": session}).json()["output_ids"])
 
         with ThreadPoolExecutor(16) as threads:
@@ -143,7 +143,7 @@ class TestManyAtOnce:
             return {"text_input": f"question {number} of many", "max_tokens": 8, "ignore_eos": True, "reuse": "off"}
 
         def ask(number: int) -> list[int]:
-            return list(http.post(f"/{ENTRANCES[number % 2]}/generate", json=request(number)).json()["output_ids"])
+            return list(http.post(f"/{ENDPOINTS[number % 2]}/generate", json=request(number)).json()["output_ids"])
 
         alone = [stream.ask(**request(number)).joined("output_ids") for number in range(32)]
         with ThreadPoolExecutor(32) as threads:

@@ -22,6 +22,7 @@ from types import FrameType
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import ServerStartError
+from irminsul_backend.triton_io.model_configs import MAX_SESSION_TTL_S
 from irminsul_backend.triton_io.server.installation import (
     Installation,
     check_installation,
@@ -34,8 +35,6 @@ MODEL = "irminsul"
 LOCALHOST = "127.0.0.1"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 """Triton's usual ports. IRMINSUL_HTTP_PORT, IRMINSUL_GRPC_PORT and IRMINSUL_METRICS_PORT name others."""
-MAX_SESSION_TTL_S = 3600.0
-"""`max_sequence_idle_microseconds` of irminsul_chunker: after it Triton itself forgets a session."""
 LEAST_VALUES = {
     "capacity_tokens": 0,
     "max_batch_tokens": 1,

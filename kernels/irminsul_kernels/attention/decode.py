@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Decode: one query a sequence against rows at any slots, each row moved to its position while it is read.
+"""Decode attention: one query per sequence over rows at any slots, each rotated to its position as it is read.
 
 Absorbed MLA: a row is c_KV (R numbers: key and value, one tile in shared memory serves as both) and k_r (D numbers,
 rotated for the row's base position). Row j of a sequence must be rotated by δ = j - base[slot]. A sequence is cut into
@@ -8,7 +8,7 @@ splits so that few sequences fill the device; a second kernel merges the splits 
 **Where the rotation happens.** R(-δ) q · k = q · R(δ) k, so while δ stays the same the query is rotated once and the
 keys not at all. The kernel looks 1,024 rows ahead for the next change of δ; until then the main loop compares a scalar
 per tile, loads nothing but slots and rows, and multiplies k_r straight from the asynchronous copy. A tile in which δ
-changes has its k_r read again (128 bytes a row, from the L2 cache) and rotated row by row. Instructions of one 64-row
+changes has its k_r read again (128 bytes per row, from the L2 cache) and rotated row by row. Instructions of one 64-row
 tile at 16 heads, 512 + 64, bf16, 8 warps, sm_90, Triton 3.9.0 (the others were tried and dropped):
 
     no rotation                                           455
@@ -17,7 +17,8 @@ tile at 16 heads, 512 + 64, bf16, 8 warps, sm_90, Triton 3.9.0 (the others were 
     key side, sines kept from tile to tile                +18 to +21 % in a run
     query side, the tile's one δ found from its rows      +12 %, and a tile of two δ is wrong
 
-Rotating keys costs 15 instructions for each of the 8 pairs of numbers a thread holds; nothing hides them below 12 %.
+Rotating keys costs 15 instructions for each of the 8 pairs of features that a thread holds; nothing hides them
+below 12 %.
 The rotated query enters as the sum of two bf16 (fp16) numbers, so that rotation adds no rounding: the error of a
 moved row is that of having stored it.
 
@@ -47,7 +48,7 @@ RANKS = (16, 32, 64, 128, 256, 512)
 ROPE_DIMS = (32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 LOOKAHEAD = 1024
-"""Rows among which the next change of δ is looked for at a time."""
+"""Rows searched at a time for the next change of δ."""
 
 
 def tuning(rank: int, arch: int) -> DecodeTuning:
@@ -99,7 +100,7 @@ def _used(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _next_change(slots, base, start, end, AHEAD: tl.constexpr):
-    """δ at `start`, and the first position behind it where δ is another (at most AHEAD further on)."""
+    """δ at `start`, and the first position after it where δ differs (at most AHEAD further on)."""
     ahead = start + tl.arange(0, AHEAD)
     there = ahead < end
     slot = tl.load(slots + ahead, mask=there, other=0)
@@ -142,7 +143,7 @@ def _add_mixed_scores(
 
 @triton.jit
 def _chunk(length, num_splits, BLOCK_N: tl.constexpr):
-    """Rows a split takes: equal shares in whole tiles, at least MIN_TILES of them."""
+    """Rows per split: equal shares in whole tiles, at least MIN_TILES tiles."""
     return tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N), _MIN_TILES) * BLOCK_N
 
 
@@ -271,9 +272,9 @@ def decode_attention(
     num_splits: int | None = None,
     check: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query a sequence over all rows of its sequence.
+    """Attention of one query per sequence over all rows of its sequence.
 
-    On CUDA the kernel runs; on the CPU :func:`decode_reference`. Nothing is read back from the device and, with `out`,
+    Runs the kernel on CUDA, :func:`decode_reference` on the CPU. Nothing is read back from the device and, with `out`,
     `lse`, `workspace` and `num_splits` given, nothing is allocated: the call can be captured in a CUDA graph, and the
     graph serves any later contents of its tensors. A sequence without rows gives zeros and a log-sum-exp of -inf.
 
@@ -286,19 +287,19 @@ def decode_attention(
         kv_indptr: int32 [B + 1], ascending.
         turns: int64 [D / 2], from :func:`irminsul_kernels.turns_per_position`.
         scale: softmax scale.
-        max_length: bound of the sequence lengths, known to the host. Longer sequences are still computed right, with
-            splits that fit them less.
-        out: [B, H, R] float32, bf16 or fp16 to write to; a new one has q_latent's dtype.
-        lse: float32 [B, H] to write natural log-sum-exps to.
+        max_length: upper bound of the sequence lengths, known to the host. Longer sequences are still computed
+            correctly, with splits chosen for shorter ones.
+        out: [B, H, R] float32, bf16 or fp16, written to; by default a new tensor of q_latent's dtype.
+        lse: float32 [B, H], the natural log-sum-exps are written to it.
         workspace: float32 [at least workspace_size(...)].
-        num_splits: from :func:`plan_splits`; left out, it is planned here from the device's multiprocessors.
+        num_splits: from :func:`plan_splits`; by default planned here for the device's multiprocessors.
         check: also compare slots and kv_indptr with the pool. This waits for the device.
 
     Returns:
         out and lse.
 
     Raises:
-        ValueError: the argument, its value, and what is allowed.
+        ValueError: an argument is not as described above; the message names it, its value and what is allowed.
     """
     batch, heads, rank = sizes("q_latent", q_latent, "batch", "heads", "rank")
     _, _, rope_dim = sizes("q_rope", q_rope, "batch", "heads", "rope_dim")

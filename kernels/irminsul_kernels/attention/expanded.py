@@ -1,18 +1,19 @@
 # mypy: allow-untyped-defs
-"""Expanded MLA attention: the prefill of many new tokens a sequence, at any ascending positions.
+"""Expanded MLA attention: the prefill of many new tokens per sequence, at any ascending positions.
 
-Per chunk of keys: rows are gathered by slot and their k_r rotated by δ = position - base, once each; two matrix
-products expand c_KV to every head's keys and values; then each tile of 128 queries of a head walks over the chunk's
-keys up to its last position. What chunks give is merged in place by log-sum-exp, so memory is bounded by
-`plans.CHUNK_BYTES` whatever the context. Tiles are filled from the last query backwards, the longest walks start first.
+For each chunk of keys, rows are gathered by slot and their k_r is rotated by δ = position - base, once each; two matrix
+multiplications expand c_KV to every head's keys and values; then each tile of 128 queries of a head walks over the keys
+of the chunk up to its last position. The outputs of the chunks are merged in place by log-sum-exp, so memory is bounded
+by `plans.CHUNK_BYTES` whatever the context. Tiles are filled from the last query backwards; the longest walks start
+first.
 
 Everything expanded is fp16, whatever the rows' dtype: bf16 keys, values and weights would round three times to 8 bits
 (2.4e-3 to the output); fp16's 11 bits leave 4e-4, at the same speed. c_KV is normalised, so its range is no danger;
 what lies beyond 65,504 is clamped where it is gathered.
 
 Bytes moved per chunk of n keys: (R + d) * 2 n read, as much written and read again by the products, H (n + v) * 2 n
-written and read by the tiles (from L2). From a few hundred queries on the products take longer: 2 (n + d + v) a query,
-head and key, half of them hidden by causality.
+written and read by the tiles (from L2). From a few hundred queries on the multiplications take longer: 2 (n + d + v)
+operations per query, head and key, half of them skipped by causality.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from irminsul_kernels.launch import KernelConfig
 from irminsul_kernels.ops.rotation import cos_sin
 
 GATHERED = 32
-"""Rows that one program gathers."""
+"""Rows per program of the gather."""
 
 
 def expanded_reference(
@@ -108,7 +109,7 @@ def expanded(
         w_uk: [H, n, R], w_uv: [H, R, v], contiguous.
         plan: from :func:`plan_expanded`.
         scale: softmax scale.
-        out: [T, H, v], dtype of q_nope or float32, contiguous; made (dtype of q_nope) if not given.
+        out: [T, H, v], dtype of q_nope or float32, contiguous; by default a new tensor of q_nope's dtype.
 
     Returns:
         `out`; queries that are not in the plan are left as they were.
@@ -200,7 +201,7 @@ def gather_kernel(
     key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     r = tl.arange(0, BLOCK_RANK)
     h = tl.arange(0, BLOCK_HALF)
-    # programs behind the end of a short span do nothing
+    # programs after the end of a short span do nothing
     valid = key < count
     slot = tl.load(slots + first_slot + key, mask=valid, other=0)
     delta = first_position + key - tl.load(base + slot, mask=valid, other=0)
@@ -233,7 +234,7 @@ def expanded_kernel(
     first_key = tl.load(piece + 2)
     first_position = tl.load(piece + 3)
     count = tl.load(piece + 4)
-    # queries behind the last repeat it and are not stored
+    # queries after the last repeat it and are not stored
     m = tl.arange(0, QUERIES)
     token = tl.minimum(m, queries - 1)
     # positions count from the chunk's first key; under 0 where a query sees nothing of it
@@ -294,7 +295,7 @@ def _walk(
     for start in tl.range(begin, end, KEYS):
         key = start + n
         if MASK:
-            # keys behind the last repeat it and are hidden
+            # keys after the last repeat it and are hidden
             key = tl.minimum(key, count - 1)
         k = operand(load_rows(keys, key.to(tl.int64) * (HEADS * NOPE), i, NOPE, BLOCK_NOPE), INTERPRET)
         k_r = operand(load_rows(k_rope, key * ROPE, j, ROPE, BLOCK_ROPE), INTERPRET)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Absorbed MLA attention of several new tokens a sequence, at any ascending positions.
+"""Absorbed MLA attention of several new tokens per sequence, at any ascending positions.
 
 For short extends and for holes of a prefill that are too small for the expanded form.
 
@@ -20,7 +20,7 @@ branch around it made that 726 where every δ is 0 and 783 (+12.5 %) elsewhere. 
 for as many keys: 736 and 853 (+16 %).
 
 Bytes moved: (R + d) * itemsize + 8 per key and tile, 2 R + d numbers per query; from about 8 tokens on (16 heads) the
-products, 2 (2 R + d) a pair and key, take longer.
+matrix multiplications, 2 (2 R + d) operations per pair and key, take longer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from irminsul_kernels.launch import KernelConfig
 from irminsul_kernels.ops.rotation import cos_sin
 
 MERGE_PAIRS = 16
-"""Pairs that one program of the merge takes."""
+"""(token, head) pairs per program of the merge."""
 
 
 def extend_reference(
@@ -109,7 +109,7 @@ def extend(
         turns: int64 [d/2], from `turns_per_position`, on the device.
         plan: from :func:`plan_extend`, for this head count.
         scale: softmax scale.
-        out: [T, H, R], dtype of q_latent or float32, contiguous; made (dtype of q_latent) if not given.
+        out: [T, H, R], dtype of q_latent or float32, contiguous; by default a new tensor of q_latent's dtype.
 
     Returns:
         `out`; queries that are in no piece of the plan are left as they were.
@@ -210,7 +210,7 @@ def extend_kernel(
     end = tl.load(piece + 4)
 
     m = tl.arange(0, PAIRS)
-    # tokens behind the last, and heads, repeat it and are not stored
+    # tokens after the last, and heads, repeat it and are not stored
     token = tl.minimum(m // BLOCK_HEADS, queries - 1)
     pair = token * HEADS + tl.minimum(head_tile * BLOCK_HEADS + m % BLOCK_HEADS, HEADS - 1)
     position = tl.load(q_positions + first_query + token)
@@ -233,7 +233,7 @@ def extend_kernel(
     if ROTATE:
         turn = tl.load(turns + h, mask=h < HALF, other=0)
     for start in tl.range(begin, end, KEYS):
-        # keys behind the last repeat it and are hidden: the wide loads need no mask
+        # keys after the last repeat it and are hidden: the wide loads need no mask
         key = tl.minimum(start + n, end - 1)
         slot = tl.load(slots + key)
         row = slot.to(tl.int64) * (RANK + 2 * HALF)
@@ -247,7 +247,7 @@ def extend_kernel(
             low = k_low * cos - k_high * sin
             k_high = k_high * cos + k_low * sin
             k_low = low
-        # before the products of c_KV: 3 % fewer instructions than behind them
+        # before the products of c_KV: 3 % fewer instructions than after them
         k_low = half_precision(k_low, INTERPRET)
         k_high = half_precision(k_high, INTERPRET)
         scores = tl.dot(q_mine, tl.trans(c_mine))
@@ -257,7 +257,7 @@ def extend_kernel(
         seen = (start + n < end)[None, :] & (key[None, :] <= position[:, None])
         scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        # a piece may begin behind a token's position: everything is hidden, the maximum is -inf
+        # a piece may begin after a token's position: everything is hidden, the maximum is -inf
         shift = tl.where(higher == float("-inf"), 0, higher)
         weight = tl.exp2(scores - shift[:, None])
         fade = tl.exp2(top - shift)

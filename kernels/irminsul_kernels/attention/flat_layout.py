@@ -1,4 +1,4 @@
-"""A batch as the GPU kernels see it: flat int32 vectors on the device, and which query is computed by which kernel.
+"""A batch as the GPU kernels read it: flat int32 vectors on the device, and the kernel that computes each query.
 
 Queries that are alone in their sequence go to decode, short extends to the absorbed form, long ones to the expanded
 form. That depends on the model's shapes, so the plans are made at the first layer and kept for the others.
@@ -56,10 +56,10 @@ class FlatLayout:
     _plans: dict[tuple[int, ...], Plans] = field(default_factory=dict)
 
     def plans(self, heads: int, threshold: int, chunk: int, decodes: bool, multiprocessors: Callable[[], int]) -> Plans:
-        """Work for a model's shapes.
+        """The plans for a model's shapes, made at the first call.
 
         Args:
-            threshold: queries of a sequence from which it is expanded.
+            threshold: number of queries from which a sequence is computed in the expanded form.
             chunk: keys expanded at a time.
             decodes: whether the decode kernel has a configuration for these rows; if not, extend serves singles too.
             multiprocessors: of the device.

@@ -63,7 +63,7 @@ class SequenceLayout:
     gathered: Gathered | None
     """Set, and runs empty, where runs are too short to be worth a matrix product each."""
     tiles: list[tuple[int, int, int, int]]
-    """(first query, query behind the last, position of the first, of the last) of each score matrix."""
+    """(first query, query after the last, position of the first, of the last) of each score matrix."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Which program does what, decided on the host once a forward pass.
+"""Work schedules of the attention kernels, computed on the host once per forward pass.
 
-Decode: into how many splits a sequence is cut. Extend and expanded: queries of a sequence are put into tiles from the
-last one backwards, because every query of a tile is multiplied with the keys of its last one; so the sum of these walks
-is the least. Long walks start first: the last programs to start are short.
+Decode: the number of splits of each sequence. Extend and expanded: the queries of a sequence are put into tiles from
+the last one backwards. Every query of a tile is multiplied with the keys of the tile's last one, so this order makes
+the sum of these walks over the keys smallest. Long walks start first, so that the last programs to start are short.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from irminsul_kernels.device import architecture, next_power_of_two, upload
 
 MAX_SPLITS = 128
 MIN_TILES = 4
-"""Tiles of rows that a split of decode is worth at least."""
+"""Smallest share of a split of decode, in tiles of rows."""
 MAX_HEADS = 64
-"""Heads of a tile; more take several tiles."""
+"""Most heads per tile; more heads take several tiles."""
 MIN_PIECE = 256
-"""Keys below which a walk is not cut: a piece costs a write and a read of its partial output."""
+"""Walks of up to this many keys are not cut: a piece costs a write and a read of its partial output."""
 QUERIES = 128
-"""Queries of a tile of the expanded form, all of one head."""
+"""Queries per tile of the expanded form, all of one head."""
 CHUNK_BYTES = 256 << 20
-"""Of expanded keys and values at a time: 32,768 tokens with 16 heads of 128 + 128, 4,096 with 128 heads."""
+"""Most bytes of expanded keys and values at a time: 32,768 tokens with 16 heads of 128 + 128, 4,096 with 128 heads."""
 
 
 @dataclass(frozen=True)
 class ExtendPlan:
-    """Which program does what. The same for all layers; depends on the head count."""
+    """Work of each program of the extend kernel. The same for all layers; depends on the head count."""
 
     heads: int
     pairs: int
-    """(token, head) pairs of a tile: 128, or 64 where no sequence fills more or the device cannot hold it."""
+    """(token, head) pairs per tile: 128, or 64 where no sequence fills more or the device cannot hold it."""
     num_queries: int
-    """Of the flat batch, those of other plans included."""
+    """Queries of the flat batch, including those of other plans."""
     pieces: Tensor
-    """int32 [pieces, 6]: first query, queries, where its sequence begins in `slots`, first key, key behind the last,
+    """int32 [pieces, 6]: first query, queries, where its sequence begins in `slots`, first key, key after the last,
     index of its partial output or -1 where the piece is the whole walk."""
     merges: Tensor
     """int32 [cut tiles, 4]: first query, queries, first partial output, partial outputs."""
@@ -48,12 +48,12 @@ class ExtendPlan:
 
 
 def heads_per_tile(heads: int) -> int:
-    """Padded to a power of two; over 64 heads take several tiles."""
+    """Heads per tile: padded to a power of two, at most 64."""
     return min(MAX_HEADS, next_power_of_two(heads))
 
 
 def tile_pairs(wanted: int, arch: int) -> int:
-    """128 pairs fill two warpgroups of sm_90; elsewhere 64 are what compiles without spills."""
+    """Pairs per tile: 128 fill two warpgroups of sm_90; on other architectures only 64 compile without spills."""
     return 128 if arch == 90 and wanted > 64 else 64
 
 
@@ -130,17 +130,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ExpandedPlan:
-    """Which program does what. The same for all layers."""
+    """Work of each program of the expanded kernel. The same for all layers."""
 
     num_queries: int
-    """Of the flat batch, those of other plans included."""
+    """Queries of the flat batch, including those of other plans."""
     spans: list[tuple[int, int]]
     """First query and queries of each sequence."""
     chunks: list[Chunk]
 
 
 def chunk_keys(heads: int, nope_dim: int, value_dim: int) -> int:
-    """Keys of a chunk, a multiple of 128."""
+    """Keys per chunk, a multiple of 128."""
     return max(128, CHUNK_BYTES // (2 * heads * (nope_dim + value_dim)) // 128 * 128)
 
 
@@ -202,15 +202,15 @@ class DecodeTuning(NamedTuple):
     """How the decode kernel is launched for one shape."""
 
     block_h: int
-    """Heads a block handles; fewer heads are padded."""
+    """Heads per block; fewer heads are padded."""
     block_n: int
-    """Rows a tile."""
+    """Rows per tile."""
     num_warps: int
     num_stages: int
 
 
 def plan_splits(batch: int, heads: int, max_length: int, num_sms: int, tune: DecodeTuning) -> int:
-    """Splits of a sequence for which the last wave of blocks is fullest, counting each split's start as two tiles.
+    """Number of splits per sequence that takes the least time, if starting a split costs as much as two tiles.
 
     Args:
         max_length: longest sequence of the batch (or of the bucket that a CUDA graph serves).
@@ -226,5 +226,5 @@ def plan_splits(batch: int, heads: int, max_length: int, num_sms: int, tune: Dec
 
 
 def workspace_size(batch: int, heads: int, rank: int, num_splits: int) -> int:
-    """float32 numbers that :func:`decode_attention` needs as `workspace`; none with one split."""
+    """Size in float32 elements of :func:`decode_attention`'s `workspace`; 0 with one split."""
     return num_splits * batch * heads * (rank + 1) if num_splits > 1 else 0

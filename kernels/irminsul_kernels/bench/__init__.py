@@ -1,1 +1,1 @@
-"""`python -m irminsul_kernels.bench`: checks and times the kernels on the NVIDIA GPU at hand."""
+"""Benchmark of the kernels on an NVIDIA GPU: `python -m irminsul_kernels.bench`."""

@@ -1,4 +1,4 @@
-"""The attention parts: decode and extend against float64, against the device's ceilings, and what rotation costs."""
+"""Attention: decode and extend against float64 and against the device's limits, and the cost of rotation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from irminsul_kernels.bench.peers import ADAPTERS
 from irminsul_kernels.bench.report import Bar, Check, Report, Row
 from irminsul_kernels.bench.scenes import NOPE, RANK, ROPE, SCALE, VALUE, Scene, make_scene
 from irminsul_kernels.bench.timing import Ceilings, Timer
-from irminsul_kernels.device import architecture
+from irminsul_kernels.device import architecture, multiprocessors
 from irminsul_kernels.launch import KernelConfig
 
 LIMIT = 2e-3
@@ -49,11 +49,6 @@ def weights(heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
         return (torch.randn(shape, generator=generator, device=device) * RANK**-0.5).bfloat16()
 
     return random(heads, NOPE, RANK), random(heads, RANK, VALUE)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; elsewhere those of an H200."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def check(
@@ -122,7 +117,7 @@ def _extend_reference(
 
 
 def decode(report: Report, timer: Timer, ceilings: Ceilings, device: torch.device) -> None:
-    """Decode by batch and length, what rotation costs, and other libraries on the same rows."""
+    """Decode by batch and length, the cost of rotation, and other libraries on the same rows."""
     for heads, batch, keys in DECODE_CASES:
         case = f"{heads} heads, batch {batch}, {keys} keys"
         scene = make_scene([keys] * batch, device)
@@ -229,7 +224,7 @@ class DecodeRun:
 
 
 def find_config(configs: list[KernelConfig], **constexprs: int) -> KernelConfig:
-    """The bf16 configuration with these constants that its kernel file ships; one that can be had without rotation.
+    """The shipped bf16 configuration with these constants that can also be compiled without rotation.
 
     Raises:
         LookupError: there is none.

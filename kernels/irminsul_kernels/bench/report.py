@@ -1,4 +1,4 @@
-"""What a run has found, as a table and as JSON. Knows nothing of GPUs."""
+"""Results of a benchmark run, as a table and as JSON. Independent of GPUs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Row:
 
     part: str
     name: str
-    """What ran: "decode", "torch SDPA"."""
+    """What was timed: "decode", "torch SDPA"."""
     case: str
-    """On what: "16 heads, batch 64, 8192 keys"."""
+    """On which input: "16 heads, batch 64, 8192 keys"."""
     time_us: float
-    """Median."""
+    """Median time in microseconds."""
     rate: float | None = None
     unit: str = ""
-    """Of `rate`: "GB/s", "TFLOP/s", "tokens/s"."""
+    """Unit of `rate`: "GB/s", "TFLOP/s", "tokens/s"."""
     share: float | None = None
-    """Of the ceiling that the device itself reaches: copy bandwidth for GB/s, bf16 matmul for TFLOP/s."""
+    """`rate` as a share of what the device reaches: copy bandwidth for GB/s, bf16 matmul rate for TFLOP/s."""
     note: str = ""
 
 
@@ -41,7 +41,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure that was promised."""
+    """A target and the figure measured for it."""
 
     text: str
     value: float | None
@@ -49,7 +49,7 @@ class Bar:
     limit: float
     at_least: bool
     why_not: str = ""
-    """Why it was not measured, or does not count here."""
+    """Why it was not measured, or does not apply here."""
 
     @property
     def verdict(self) -> str:
@@ -77,7 +77,7 @@ class Report:
         return next((r for r in self.rows if (r.part, r.name, r.case) == (part, name, case)), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
+        """The JSON object that `--json` writes."""
         return {
             "machine": self.machine,
             "seconds": self.seconds,
@@ -88,7 +88,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """Tables for a terminal."""
+        """The report as tables for a terminal."""
         blocks = ["\n".join(f"{name}: {value}" for name, value in self.machine.items())]
         if self.checks:
             cells = [(c.name, f"{c.error:.2e}", f"<= {c.limit:.1e}", "ok" if c.met else "WRONG") for c in self.checks]
@@ -117,7 +117,7 @@ class Report:
 
 
 def duration(us: float) -> str:
-    """Three digits in the unit that fits."""
+    """Three significant digits in us, ms or s."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if us >= size:
             return f"{us / size:.3g} {unit}" if us < 1000 * size else f"{us / size:.0f} {unit}"

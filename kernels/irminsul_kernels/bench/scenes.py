@@ -25,7 +25,7 @@ PATTERNS = {
 
 
 def deltas(pattern: str, run_ends: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """int64 [run_ends[-1]], how far each row was moved; |δ| <= FARTHEST."""
+    """int64 [run_ends[-1]], the distance δ by which each row was moved; |δ| <= FARTHEST."""
     length = int(run_ends[-1])
     if pattern == "δ = 0":
         return np.zeros(length, np.int64)
@@ -117,15 +117,15 @@ def causal_pairs(positions: np.ndarray) -> int:
 
 
 def absorbed_flops(heads: int, pairs: int) -> int:
-    """Of attention in latent space: scores over R + d, values over R."""
+    """FLOPs of attention in latent space: scores over R + d, values over R."""
     return 2 * heads * (2 * RANK + ROPE) * pairs
 
 
 def expanded_flops(heads: int, pairs: int, keys: int) -> int:
-    """Of attention on expanded keys and values, the expansion of `keys` included."""
+    """FLOPs of attention on expanded keys and values, including the expansion of `keys`."""
     return 2 * heads * (NOPE + ROPE + VALUE) * pairs + 2 * RANK * heads * (NOPE + VALUE) * keys
 
 
 def decode_bytes(batch: int, heads: int, keys: int, itemsize: int = 2) -> int:
-    """What decode cannot avoid to move: rows, a slot and a base position per key, queries and outputs."""
+    """Bytes that decode must move: rows, a slot and a base position per key, queries and outputs."""
     return keys * ((RANK + ROPE) * itemsize + 8) + batch * heads * (2 * RANK + ROPE) * itemsize

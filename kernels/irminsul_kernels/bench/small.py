@@ -1,4 +1,4 @@
-"""The small kernels: norms, new rows, gate, sampling; each beside what torch does."""
+"""The small kernels: norms, writing of new rows, SiLU gate, sampling; most of them compared with torch's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 2e-3
 
 
 def small(report: Report, timer: Timer, ceilings: Ceilings, device: torch.device) -> None:
-    """Checks and times all of them; rates count each number that must move once."""
+    """Check and time all of them; rates count each element that must be moved once."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

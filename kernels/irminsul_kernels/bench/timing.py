@@ -1,4 +1,4 @@
-"""Median times on the GPU, and what the device itself can do: the ceilings that kernels are held against."""
+"""Median times on the GPU, and the device's copy bandwidth and matmul rate, which kernels are compared with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 SLEEP_CYCLES = 2_000_000
-"""About 1 ms: the host queues a whole measurement meanwhile, so no launch is waited for."""
+"""About 1 ms, in which the host queues a whole measurement, so that launch latency is not measured."""
 SECONDS = 0.3
-"""Spent on one measurement, at most; from LEAST to MOST samples."""
+"""Most seconds per measurement, of LEAST to MOST samples."""
 LEAST, MOST = 5, 50
 
 
@@ -23,7 +23,7 @@ class Ceilings(NamedTuple):
 
 
 class Timer:
-    """Times calls with cold L2: it is overwritten before each."""
+    """Times calls with a cold L2 cache: it is overwritten before each call."""
 
     def __init__(self, device: torch.device) -> None:
         size = max(2 * torch.cuda.get_device_properties(device).L2_cache_size, 1 << 20)

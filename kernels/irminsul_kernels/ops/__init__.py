@@ -1,1 +1,1 @@
-"""Everything that is not attention: rotation, norms and new rows, SiLU gate, sampling."""
+"""Kernels other than attention: rotation, RMSNorm and writing of new rows, SiLU gate, sampling."""

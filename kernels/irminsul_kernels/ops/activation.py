@@ -1,6 +1,6 @@
 """silu(gate) * up, the gate of a feed-forward block.
 
-Bytes moved: 3 * inner * itemsize a token (two halves read, one written), which is the floor: each number passes once.
+Bytes moved: 3 * inner * itemsize per token (two halves read, one written), the minimum: each element is moved once.
 """
 
 # mypy: allow-untyped-defs

@@ -1,7 +1,7 @@
-"""RMSNorm, and what happens to a new token's row between its projection and the pool, in one pass.
+"""RMSNorm, and writing a new token's row to the pool: RMSNorm of c_KV and rotation of k_r in one pass.
 
-Bytes moved by `rms_norm`: 2 * size * itemsize a token plus the weight once. By `write_rows`: 2 * (R + d) * itemsize a
-token plus 4 d for cosines and sines and 4 for the slot. Both are the floor: each number passes once.
+Bytes moved by `rms_norm`: 2 * size * itemsize per token plus the weight once. By `write_rows`: 2 * (R + d) * itemsize
+per token plus 4 d for cosines and sines and 4 for the slot. Both are minimal: each element is moved once.
 """
 
 # mypy: allow-untyped-defs
@@ -20,11 +20,11 @@ from irminsul_kernels.launch import KernelConfig
 from irminsul_kernels.ops.rotation import rotate
 
 MAX_SIZE = 32768
-"""Largest size of a normalised vector: one program holds it in registers."""
+"""Largest size of a normalised vector; one program holds it in registers."""
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As :func:`rms_norm`, in torch: float32 (float64 for float64), rounded once."""
+    """The same as :func:`rms_norm`, in torch: in float32 (float64 for float64), rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
     return (y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + eps) * weight.to(wide)).to(x.dtype)
@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension.
 
     Args:
-        x: [T, size], bf16, fp16 or fp32; rows may lie apart (a slice of a wider product), numbers in a row not.
+        x: [T, size], bf16, fp16 or fp32; any stride between rows (a slice of a wider tensor), 1 within a row.
         weight: [size], dtype of x.
 
     Returns:
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def write_rows_reference(
     kv: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, rows: Tensor, eps: float
 ) -> None:
-    """As :func:`write_rows`, in torch."""
+    """The same as :func:`write_rows`, in torch."""
     latent, key = kv.split((weight.shape[0], 2 * cos.shape[1]), dim=1)
     rows[slots.long()] = torch.cat((rms_norm_reference(latent, weight, eps), rotate(key, cos, sin).to(kv.dtype)), dim=1)
 
@@ -68,7 +68,7 @@ def write_rows(kv: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tens
     """Normalise c_KV, rotate k_r and write both to the tokens' slots. Nothing else of the pool is touched.
 
     Args:
-        kv: [T, R + d], output of the kv_a projection, bf16, fp16 or fp32; rows may lie apart.
+        kv: [T, R + d], output of the kv_a projection, bf16, fp16 or fp32; any stride between rows.
         weight: [R], of kv_a_layernorm.
         cos, sin: float32 [T, d/2] of the tokens' positions, attention factor included.
         slots: int32 or int64 [T], distinct. Not checked against the pool here: that would wait for the device.

@@ -23,6 +23,9 @@ def turns_per_position(inv_freq: Tensor) -> Tensor:
 
     Returns:
         int64 [d/2]; `position * step` wraps modulo 2^64, a whole turn, so large positions lose no precision.
+
+    Raises:
+        ValueError: inv_freq is not float64.
     """
     if inv_freq.dtype != torch.float64:
         raise ValueError(f"inv_freq must be float64, not {inv_freq.dtype} (off by 5e-3 rad at 131,072)")
@@ -38,7 +41,7 @@ def cos_sin(positions: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
         turns: int64 [d/2] from :func:`turns_per_position`.
 
     Returns:
-        two float32 [..., d/2].
+        Two float32 tensors [..., d/2].
     """
     # the int64 product wraps at a whole turn; its top 32 bits are the angle
     phase = (positions.unsqueeze(-1) * turns) >> 32

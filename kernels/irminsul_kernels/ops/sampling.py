@@ -1,13 +1,14 @@
 # mypy: allow-untyped-defs
-"""The next token of each row of logits: temperature, top-k, top-p, min-p, one random stream a row. No host round trip.
+"""Sampling of a token per row of logits: temperature, top-k, top-p, min-p, a random stream per row. No host round trip.
 
 The kept set is that of a descending sort in which equal logits stand in order of their ids, but nothing is sorted: the
 smallest kept logit is found by bisection over the logits that occur, counting and adding up what lies above a pivot,
-10 to 20 passes over a row (none without top-k and top-p). Logits of a narrow head have many equals; of those at the
-threshold the first so many ids are kept. A token is drawn as argmax(p / noise), noise exponentially distributed
-and made by Philox from (seed, draws so far, id): what a request draws depends on its seed and on nothing else.
+10 to 20 passes over a row (none without top-k and top-p). Logits of a bf16 head are often equal; of those at the
+threshold, as many are kept as there is room for, lowest ids first. A token is drawn as argmax(p / noise); the noise is
+exponentially distributed and made by Philox from (seed, draws so far, id), so a request's tokens depend on its own seed
+alone.
 
-Bytes moved: 4 * vocab a row from memory, the floor; the further passes read it from L2 (0.6 MB for 160,000 ids).
+Bytes moved: 4 * vocab per row from memory, the floor; the further passes read it from L2 (0.6 MB for 160,000 ids).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def exponential_noise(seeds: Tensor, draws: Tensor, vocab: int) -> Tensor:
 def sample_reference(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, draws: Tensor
 ) -> Tensor:
-    """As :func:`sample`, in torch and float64, by a sort."""
+    """The same as :func:`sample`, in torch and float64, with a sort."""
     logits = torch.where(logits.isnan(), -torch.inf, logits.double())
     greedy = logits.argmax(dim=-1)
     vocab = logits.shape[1]
@@ -74,17 +75,17 @@ def sample(
     draws: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token a row; everything stays on the device.
+    """Sample one token per row; everything stays on the device.
 
     Args:
         logits: float32 [N, vocab], penalties and banned tokens (-inf) applied; contiguous. NaN counts as -inf.
         temperature: float32 [N]; 0 takes the largest logit, the lowest id among equals.
         top_k: int32 [N]; 0 is off.
-        top_p: float32 [N] in (0, 1]: a token is kept if those before it have less than this probability together.
-        min_p: float32 [N] in [0, 1): kept from this share of the largest probability.
+        top_p: float32 [N] in (0, 1]: a token is kept if those sorted before it have a total probability below this.
+        min_p: float32 [N] in [0, 1): a token is kept if its probability is at least this share of the largest one.
         seeds: int64 [N].
-        draws: int64 [N], tokens drawn with this seed before. The caller counts.
-        out: int64 [N], made if not given.
+        draws: int64 [N], the number of tokens drawn with this seed so far, counted by the caller.
+        out: int64 [N], written to; by default a new tensor.
 
     Returns:
         `out`, int64 [N]. A row without a finite logit gives 0.

@@ -1,1 +1,1 @@
-"""Tools for those who write kernels; nothing at run time imports them."""
+"""Development tools for the kernels; no kernel imports them."""

@@ -1,12 +1,12 @@
-"""Compile every kernel for GPUs that are not there, and read what came out.
+"""Compile every kernel ahead of time, without a GPU, and report the resources and instructions it takes.
 
     python -m irminsul_kernels.tools.aot [--arch 80 90 100] [--kernel decode] [--json]
 
-A kernel file offers `aot_configs(arch) -> list[KernelConfig]`: what it launches on that architecture. Each is compiled
-by Triton and disassembled; the table shows registers, spills, stack, shared memory, and the instructions that one turn
-of the main loop (the loop with the most matrix instructions) executes at least and at most: on its cheapest and on its
-dearest way. Where a kernel rotates rows, the same configuration without rotation is compiled too, so the price of
-rotation stands beside it, for both ways.
+`aot_configs(arch) -> list[KernelConfig]` of a kernel file lists what it launches on that architecture. Each is compiled
+by Triton and disassembled; the table shows registers, spills, stack, shared memory, and the instructions that one
+iteration of the main loop (the loop with the most matrix instructions) executes at least and at most: on its shortest
+and on its longest path. If a kernel rotates rows, the same configuration is compiled without rotation too, and the
+table shows the cost of rotation on both paths.
 
 Needs the `triton` package, no GPU. Does not work under TRITON_INTERPRET=1.
 """
@@ -27,6 +27,7 @@ from typing import Any
 
 from irminsul_kernels import attention, ops
 from irminsul_kernels.launch import KernelConfig
+from irminsul_kernels.tools.sass import disassemble, main_loop
 
 ARCHITECTURES = (80, 90, 100)
 SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -35,12 +36,12 @@ SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_44
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one configuration."""
+    """Resources and instructions of one compiled configuration."""
 
     name: str
     arch: int
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     spills: int
     """Instructions that store to or load from local memory."""
     stack: int
@@ -49,27 +50,27 @@ class Report:
     """Bytes per block."""
     shared_limit: int
     loop_least: int
-    """Instructions of the cheapest and of the dearest way once through the main loop; 0 without a loop."""
+    """Instructions on the shortest and on the longest path through the main loop; 0 without a loop."""
     loop_most: int
     global_loads_least: int
     global_loads_most: int
-    """LDG instructions of these ways; the asynchronous copies are not among them."""
+    """LDG instructions on these paths; asynchronous copies are not counted."""
     matrix_products: int
-    """Tensor-core instructions of the dearest way."""
+    """Tensor-core instructions on the longest path."""
     wide_copies: int
     """16-byte asynchronous copies in the whole kernel."""
     unrotated_least: int | None
     unrotated_most: int | None
-    """The same ways of the same configuration without rotation; None where a kernel does not rotate."""
+    """The same paths of the same configuration without rotation; None if the kernel does not rotate."""
 
     @property
     def rotation_cost(self) -> float | None:
-        """Instructions that rotation adds to the cheapest way through the main loop, as a share."""
+        """Instructions that rotation adds to the shortest path through the main loop, as a share."""
         return self.loop_least / self.unrotated_least - 1 if self.unrotated_least else None
 
     @property
     def rotation_cost_most(self) -> float | None:
-        """The same for the dearest way."""
+        """The same for the longest path."""
         return self.loop_most / self.unrotated_most - 1 if self.unrotated_most else None
 
 
@@ -77,7 +78,7 @@ def inspect(config: KernelConfig, arch: int) -> Report:
     """Compile `config` for compute capability `arch` (80: 8.0) and read the machine code.
 
     Raises:
-        ValueError: an architecture whose limits are not known.
+        ValueError: the limits of this architecture are not known.
     """
     if arch not in SHARED_LIMITS:
         raise ValueError(f"arch {arch}: known are {', '.join(map(str, SHARED_LIMITS))}")
@@ -89,9 +90,9 @@ def inspect(config: KernelConfig, arch: int) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        usage, sass = _cuobjdump("-res-usage", cubin), _cuobjdump("-sass", cubin)
-    resources = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    code = disassemble(sass)
+        listing = _cuobjdump(cubin)
+    resources = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
+    code = disassemble(listing)
     least, most = main_loop(code)
     return Report(
         name=config.name,
@@ -116,7 +117,7 @@ def compile_config(config: KernelConfig, arch: int) -> Any:
     """Triton's compiled kernel; Triton caches it on disk.
 
     Raises:
-        ValueError: an argument of the kernel without a type or value.
+        ValueError: an argument of the kernel has no type or value.
         RuntimeError: TRITON_INTERPRET is set, so there is nothing to compile.
     """
     import triton
@@ -139,153 +140,19 @@ def compile_config(config: KernelConfig, arch: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def _cuobjdump(option: str, cubin: Path) -> str:
+def _cuobjdump(cubin: Path) -> str:
+    """Resource usage, then the machine code."""
     from triton import knobs
 
-    done = subprocess.run([knobs.nvidia.cuobjdump.path, option, str(cubin)], capture_output=True, text=True)
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", str(cubin)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"cuobjdump {option} failed: {done.stderr.strip() or done.stdout.strip()}")
+        raise RuntimeError(f"cuobjdump failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """One line of machine code."""
-
-    address: int
-    predicated: bool
-    opcode: str
-    operands: str
-
-    @property
-    def is_matrix_product(self) -> bool:
-        return re.match(r"(HMMA|HGMMA|UTC\w*MMA|QMMA|IMMA)", self.opcode) is not None
-
-
-_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?\s*([A-Z][\w.]*)\s*([^;]*);")
-
-
-def disassemble(sass: str) -> list[Instruction]:
-    """Instructions of a `cuobjdump -sass` listing, in order of address."""
-    found = [Instruction(int(m[1], 16), bool(m[2]), m[3], m[4].strip()) for m in _LINE.finditer(sass)]
-    return [i for i in found if i.opcode != "NOP"]
-
-
-def main_loop(code: list[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
-    """The cheapest and the dearest way once through the loop with the most matrix products.
-
-    Loops are found from the control flow, not from addresses: the compiler moves unlikely branches out of line. An
-    inner loop counts as one turn. Without a loop both ways are empty.
-    """
-    blocks, successors = _control_flow(code)
-    loops = [_loop_body(head, tail, successors) for head, tail in _back_edges(successors)]
-    if not loops:
-        return [], []
-
-    def weight(loop: tuple[int, set[int]]) -> tuple[int, int]:
-        inside = [i for block in loop[1] for i in blocks[block]]
-        return sum(i.is_matrix_product for i in inside), len(inside)
-
-    head, body = max(loops, key=weight)
-    back = set(_back_edges(successors))
-    inner = {b: [n for n in successors[b] if n in body and n != head and (n, b) not in back] for b in body}
-    ends = {b for b in body if head in successors[b]}
-    ways = [_way(head, inner, ends, blocks, choose) for choose in (min, max)]
-    return tuple([i for block in way for i in blocks[block]] for way in ways)  # type: ignore[return-value]
-
-
-def _control_flow(code: list[Instruction]) -> tuple[list[list[Instruction]], list[list[int]]]:
-    """Basic blocks and the blocks that may follow each. A BSYNC goes to the address its BSSY named."""
-    index = {i.address: n for n, i in enumerate(code)}
-    addresses = sorted(index)
-
-    def at(address: int) -> int:
-        # a target may be a NOP that was left out: go on to the next instruction
-        return index[min((a for a in addresses if a >= address), default=addresses[-1])]
-
-    barrier: dict[str, int] = {}
-    targets: dict[int, list[int]] = {}
-    for n, i in enumerate(code):
-        name = i.opcode.split(".")[0]
-        goal = re.search(r"0x([0-9a-f]+)$", i.operands.split("(")[0].strip().strip("`"))
-        if name == "BSSY" and goal:
-            barrier[i.operands.split(",")[0]] = int(goal[1], 16)
-        elif name == "BSYNC":
-            key = i.operands.split(",")[0]
-            targets[n] = [at(barrier[key])] if key in barrier else [n + 1]
-        elif name in ("BRA", "UBRA") and goal:
-            conditional = i.predicated or re.match(r"!?U?P\w", i.operands) or ".DIV" in i.opcode
-            targets[n] = [at(int(goal[1], 16))] + ([n + 1] if conditional else [])
-        elif name in ("EXIT", "RET", "BRX"):
-            targets[n] = [n + 1] if i.predicated else []
-    starts = {0} | {t for goals in targets.values() for t in goals} | {n + 1 for n in targets}
-    cuts = sorted(s for s in starts if s < len(code))
-    block_of = {start: b for b, start in enumerate(cuts)}
-    blocks = [code[a:b] for a, b in zip(cuts, [*cuts[1:], len(code)], strict=True)]
-    successors = []
-    for b, start in enumerate(cuts):
-        last = start + len(blocks[b]) - 1
-        goals = targets.get(last, [last + 1])
-        successors.append(sorted({block_of[g] for g in goals if g in block_of}))
-    return blocks, successors
-
-
-def _back_edges(successors: list[list[int]]) -> list[tuple[int, int]]:
-    """(head, tail) of each edge to a block that is still open in a depth-first walk from block 0."""
-    found, state = [], [0] * len(successors)
-    stack = [(0, iter(successors[0]))]
-    state[0] = 1
-    while stack:
-        block, rest = stack[-1]
-        following = next(rest, None)
-        if following is None:
-            state[block] = 2
-            stack.pop()
-        elif state[following] == 1:
-            found.append((following, block))
-        elif state[following] == 0:
-            state[following] = 1
-            stack.append((following, iter(successors[following])))
-    return found
-
-
-def _loop_body(head: int, tail: int, successors: list[list[int]]) -> tuple[int, set[int]]:
-    """All blocks that reach `tail` without passing `head`."""
-    before: dict[int, list[int]] = {}
-    for block, following in enumerate(successors):
-        for f in following:
-            before.setdefault(f, []).append(block)
-    body, open_blocks = {head, tail}, [tail]
-    while open_blocks:
-        block = open_blocks.pop()
-        for b in before.get(block, []) if block != head else []:
-            if b not in body:
-                body.add(b)
-                open_blocks.append(b)
-    return head, body
-
-
-def _way(head: int, inner: dict[int, list[int]], ends: set[int], blocks: list[list[Instruction]], choose: Any) -> Any:
-    """The way from `head` to one of `ends` with the fewest (choose = min) or the most instructions."""
-    known: dict[int, tuple[int, list[int]] | None] = {}
-
-    def best(block: int) -> tuple[int, list[int]] | None:
-        if block not in known:
-            known[block] = None
-            options = [o for o in map(best, inner[block]) if o is not None]
-            if block in ends:
-                options.append((0, []))
-            if options:
-                length, way = choose(options, key=lambda option: option[0])
-                known[block] = (length + len(blocks[block]), [block, *way])
-        return known[block]
-
-    found = best(head)
-    return found[1] if found else []
-
-
 def all_configs(arch: int, only: str | None = None) -> list[KernelConfig]:
-    """What every kernel file launches on `arch`, or the file named `only`."""
+    """The configurations that every kernel file, or only the one named `only`, launches on `arch`."""
     configs: list[KernelConfig] = []
     for room in (attention, ops):
         for info in pkgutil.iter_modules(room.__path__, room.__name__ + "."):
@@ -298,7 +165,7 @@ def all_configs(arch: int, only: str | None = None) -> list[KernelConfig]:
 
 
 def table(reports: list[Report]) -> str:
-    """One line a report."""
+    """One line per report."""
     width = max(len(r.name) for r in reports)
     lines = [
         f"{'':{width}}       per thread              KB per block   instructions of the main loop: least/most"
@@ -320,13 +187,14 @@ def table(reports: list[Report]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 where a kernel spills or asks for more shared memory than the device has."""
+    """Returns 1 if a kernel spills or needs more shared memory than the device has."""
     parser = argparse.ArgumentParser(
         prog="python -m irminsul_kernels.tools.aot", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="compute capabilities")
-    parser.add_argument("--kernel", help="only this kernel file, e.g. decode")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    about = "compute capabilities, 90 for 9.0 (default: 80 90 100)"
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help=about)
+    parser.add_argument("--kernel", help="compile only this kernel file, e.g. decode")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
     unknown = [a for a in args.arch if a not in SHARED_LIMITS]
     if unknown:
@@ -353,7 +221,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # run the module that the kernel files import, not a second copy of it
-    from irminsul_kernels.tools.aot import main as imported_main
-
-    sys.exit(imported_main())
+    sys.exit(main())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import triton_python_backend_utils as pb_utils
 
-from irminsul_backend.triton_io import build as serving
+from irminsul_backend.triton_io import build
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.model = serving.make_chunker()
+        self.model = build.make_chunker()
 
-    def execute(self, requests: list[Any]) -> Any:
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
         return self.model.execute(requests)
 
     def finalize(self) -> None:

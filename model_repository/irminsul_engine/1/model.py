@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import triton_python_backend_utils as pb_utils
 
-from irminsul_backend.triton_io import build as serving
+from irminsul_backend.triton_io import build
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.model = serving.make_engine()
+        self.model = build.make_engine()
 
-    def execute(self, requests: list[Any]) -> Any:
-        return self.model.execute(requests)
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
+        self.model.execute(requests)
 
     def finalize(self) -> None:
         self.model.finalize()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import triton_python_backend_utils as pb_utils
 
-from irminsul_backend.triton_io import endpoints as entrances
+from irminsul_backend.triton_io import endpoints
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.model = entrances.Entrance(streams=False)
+        self.model = endpoints.Endpoint(streams=False)
 
-    def execute(self, requests: list[Any]) -> Any:
-        return self.model.execute(requests)
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
+        self.model.execute(requests)
 
     def finalize(self) -> None:
         self.model.finalize()

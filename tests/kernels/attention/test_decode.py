@@ -178,7 +178,7 @@ class TestKernel:
     def test_rotation_alone(self, alone: bool) -> None:
         """Scores of one-hot queries are the moved key itself: off by 1.7e-3 at most from float64 of the raw key.
 
-        A sequence of one row is a run; behind a row of another δ the same row is rotated on the key side.
+        A sequence of one row is a run; after a row of another δ the same row is rotated on the key side.
         """
         moved, exact = [], []
         for seed in range(2 if alone else 1):

@@ -58,7 +58,7 @@ class Scene:
             self.sequences.append((at, sum(map(len, flat)), positions))
             flat.append(slots)
             at += len(positions)
-        # slots behind the last position belong to nobody: they must not be touched
+        # slots after the last position belong to nobody: they must not be touched
         flat.append(np.full(64, 2**30))
         self.slots = torch.from_numpy(np.concatenate(flat).astype(np.int32))
         self.q_positions = torch.from_numpy(np.concatenate(queries).astype(np.int32))
@@ -110,7 +110,7 @@ class TestAgainstFloat64:
         assert Scene([np.array([3, 70])], rank=48, rope=48).error() < 2e-3
 
     def test_walks_cut_into_pieces(self) -> None:
-        """Pieces that begin behind a token's position give nothing to it."""
+        """Pieces that begin after a token's position give nothing to it."""
         scene = Scene([np.array([5, 600]), np.array([10]), np.array([255, 256])], moved="nowhere")
         assert len(plan_extend(scene.sequences, 5, 4, "cpu", 132).merges) == 2
         assert scene.error(multiprocessors=132) < 2e-3

@@ -5,17 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from irminsul_kernels.tools.aot import (
-    ARCHITECTURES,
-    KernelConfig,
-    all_configs,
-    compile_config,
-    disassemble,
-    inspect,
-    main,
-    main_loop,
-    table,
-)
+from irminsul_kernels.launch import KernelConfig
+from irminsul_kernels.tools.aot import ARCHITECTURES, all_configs, compile_config, inspect, main, table
+from irminsul_kernels.tools.sass import disassemble, main_loop
 
 SAMPLED = "decode, 16 heads, 512 + 64, bf16"
 """The configuration that is compiled for the other architectures; `python -m irminsul_kernels.tools.aot` shows all."""
@@ -65,7 +57,7 @@ SASS = """
 
 class TestDisassembly:
     def test_ways_through_the_loop_with_matrix_products(self) -> None:
-        """A skipped part, a part out of line behind the end, another loop without products, the end's own loop."""
+        """A skipped part, a part out of line after the end, another loop without products, the end's own loop."""
         least, most = main_loop(disassemble(SASS))
         assert [hex(i.address) for i in least] == ["0x10", "0x20", "0x30", "0x60", "0x70", "0x80"]
         assert [i.opcode for i in most if i not in least] == ["LDG.E", "FMUL", "MUFU.SIN", "BRA"]

@@ -10,7 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import psutil
 import pytest
 from irminsul_client import Client, IrminsulClientError
 
+from irminsul_backend.commands.main import main
 from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.errors import ServerStartError, UnsupportedModelError
-from irminsul_backend.triton_io.server import installation
+from irminsul_backend.triton_io.server import installation, launcher
 from irminsul_backend.triton_io.server.installation import (
     Installation,
     check_installation,
@@ -37,11 +39,12 @@ from irminsul_backend.triton_io.server.launcher import (
 )
 
 READY = re.compile(r"irminsul ready: model demo_model, http (\S+):(\d+), grpc (\S+):(\d+), metrics (\S+):(\d+)\n")
-SERVE = [sys.executable, "-m", "irminsul_backend.commands.main", "serve", "--threads=1"]
 FREE = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+SERVE = ["serve", "--threads=1", *FREE]
+COMMAND = [sys.executable, "-m", "irminsul_backend.commands.main", *SERVE]
 
 
-def regions(prefix: str = "irminsul-") -> set[str]:
+def regions(prefix: str) -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"{prefix}*")}
 
 
@@ -55,12 +58,14 @@ class Serving:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [*SERVE, *FREE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
         match = READY.fullmatch(self.line)
-        assert match is not None, self.line
+        if match is None:
+            self.process.kill()
+            raise AssertionError(f"not ready: {self.line!r} {self.process.communicate()}")
         self.ports = [int(match[n]) for n in (2, 4, 6)]
         self.grpc_url = f"{match[3]}:{match[4]}"
         self.family = psutil.Process(self.process.pid).children(recursive=True)
@@ -74,6 +79,24 @@ class Serving:
         assert len(gone) >= 7  # the supervisor, tritonserver, five stubs
         assert not any(is_listening(port) for port in self.ports)
         assert not regions(self.prefix)
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+    """Run `irminsul serve` in this process and return the one line with which it refuses to start."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(launcher, "_spawn", lambda *_: pytest.fail("the server was started"))
+
+    def run(*flags: str) -> str:
+        assert main([*SERVE, *flags]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("irminsul: ") and err.count("\n") == 1, err
+        return err
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -137,21 +160,14 @@ class TestPorts:
         assert not any(is_listening(port) for port in (ports.http, ports.grpc, ports.metrics))
 
     @pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
-    def test_a_port_in_use_is_named_with_its_flag(self, name: str) -> None:
+    def test_a_port_in_use_is_named_with_its_flag(self, name: str, refuse: Any) -> None:
         with socket.socket() as taken:
             taken.bind((LOCALHOST, 0))
             taken.listen()
             port = taken.getsockname()[1]
-            result = subprocess.run(
-                [*SERVE, *[flag for flag in FREE if name not in flag], f"--{name}-port={port}"],
-                capture_output=True,
-                text=True,
-            )
-        assert result.returncode == 1
-        assert result.stdout == ""
-        assert f"{name} port {port} on 127.0.0.1" in result.stderr
-        assert f"--{name}-port" in result.stderr
-        assert result.stderr.count("\n") == 1
+            message = refuse(f"--{name}-port={port}")
+        assert f"{name} port {port} on 127.0.0.1" in message
+        assert f"--{name}-port" in message
 
     def test_ports_come_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("IRMINSUL_HTTP_PORT", "1234")
@@ -180,28 +196,39 @@ class TestModelFolders:
             check_config(ServerConfig(model=str(model)))
 
     def test_another_architecture(self, model: Path) -> None:
+        """A real process: one clear line and no traceback."""
         values = json.loads((model / "config.json").read_text())
         values |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         (model / "config.json").write_text(json.dumps(values))
-        result = subprocess.run([*SERVE, *FREE, "--model", str(model)], capture_output=True, text=True)
+        result = subprocess.run([*COMMAND, "--model", str(model)], capture_output=True, text=True)
         assert result.returncode == 1
         assert "LlamaForCausalLM" in result.stderr
         assert result.stderr.count("\n") == 1
         assert "Traceback" not in result.stderr
 
     @pytest.mark.server
-    def test_weights_that_do_not_fit_are_named_by_the_engine(self, model: Path) -> None:
+    def test_weights_that_do_not_fit_are_named_by_the_engine(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """This one only the engine sees; its words come through the server's log, and nothing stays behind."""
         values = json.loads((model / "config.json").read_text())
         values["intermediate_size"] *= 2
         (model / "config.json").write_text(json.dumps(values))
-        before = regions()
+        prefixes: list[str] = []
+
+        class Recorded(Server):
+            def __init__(self, process: Any, host: str, ports: Ports, shm_prefix: str, verbose: bool) -> None:
+                prefixes.append(shm_prefix)
+                super().__init__(process, host, ports, shm_prefix, verbose)
+
+        monkeypatch.setattr(launcher, "Server", Recorded)
         with (
             pytest.raises(ServerStartError, match=r"irminsul_engine: .*mlp"),
             running_server(ServerConfig(model=str(model), log_level="WARNING")),
         ):
             pass
-        assert regions() <= before
+        (prefix,) = prefixes
+        assert not regions(prefix)
 
 
 class TestSettings:
@@ -219,23 +246,32 @@ class TestSettings:
             (["--http-port=99999"], ["http port 99999", "--http-port"]),
         ],
     )
-    def test_a_wrong_flag_is_one_clear_line(self, flags: list[str], words: list[str]) -> None:
-        result = subprocess.run([*SERVE, *FREE, *flags], capture_output=True, text=True)
-        assert result.returncode == 1
-        assert all(word in result.stderr for word in words)
-        assert result.stderr.count("\n") == 1
+    def test_a_wrong_flag_is_one_clear_line(self, flags: list[str], words: list[str], refuse: Any) -> None:
+        message = refuse(*flags)
+        assert all(word in message for word in words), message
 
-    def test_a_wrong_variable(self) -> None:
-        env = {**os.environ, "IRMINSUL_CAPACITY_TOKENS": "lots"}
-        result = subprocess.run([*SERVE, *FREE], capture_output=True, text=True, env=env)
-        assert result.returncode == 1
-        assert "IRMINSUL_CAPACITY_TOKENS='lots'" in result.stderr
+    def test_a_wrong_variable(self, refuse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("IRMINSUL_CAPACITY_TOKENS", "lots")
+        assert "IRMINSUL_CAPACITY_TOKENS='lots'" in refuse()
 
-    def test_a_model_repository_that_is_not_there(self) -> None:
-        env = {**os.environ, "IRMINSUL_MODEL_REPOSITORY": "/nowhere"}
-        result = subprocess.run([*SERVE, *FREE], capture_output=True, text=True, env=env)
-        assert result.returncode == 1
-        assert "/nowhere" in result.stderr
+    def test_a_flag_comes_before_its_variable(self, refuse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("IRMINSUL_MAX_RUNNING", "-1")
+        assert "max_running is -2" in refuse("--max-running=-2")
+        assert "max_running is -1" in refuse()
+
+    def test_a_model_repository_that_is_not_there(self, refuse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("IRMINSUL_MODEL_REPOSITORY", "/nowhere")
+        assert "/nowhere" in refuse()
+
+    def test_help_names_every_setting_and_its_default(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as end:
+            main(["serve", "--help"])
+        assert end.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        for field in fields(ServerConfig):
+            if field.name != "log_level":  # --verbose sets it
+                assert "--" + field.name.replace("_", "-") in text
+        assert "(default: 0.9)" in text
 
 
 class TestVariables:

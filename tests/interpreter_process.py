@@ -23,10 +23,6 @@ REPORTS = "IRMINSUL_TEST_REPORTS"
 _reports_key = pytest.StashKey[dict[str, list[Any]]]()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "interpreter: runs Triton kernels on the CPU, in a process of its own")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Replay the other process's reports of a marked test instead of running it."""
@@ -55,7 +51,7 @@ def _run_interpreted(session: pytest.Session) -> dict[str, list[Any]]:
     chosen = [item.nodeid for item in session.items if item.get_closest_marker("interpreter") is not None]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
     with tempfile.NamedTemporaryFile() as file:
-        environment = os.environ | {"TRITON_INTERPRET": "1", REPORTS: file.name}
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", REPORTS: file.name}
         done = subprocess.run(command, env=environment, cwd=session.config.rootpath, capture_output=True, text=True)
         lines = Path(file.name).read_text().splitlines()
     reports: dict[str, list[Any]] = defaultdict(list)
