@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from irminsul_backend.config import DEMO_MODEL
-from irminsul_backend.model import ModelConfig
+from irminsul_backend.model import parse_config
 from irminsul_backend.model.random_weights import random_weights
 from irminsul_backend.training.train import CONFIG
 
@@ -33,5 +33,5 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eos_token_id": 1,
     }
     (folder / "config.json").write_text(json.dumps(values))
-    save_file(random_weights(ModelConfig.from_dict(values), seed=3), folder / "model.safetensors")
+    save_file(random_weights(parse_config(values), seed=3), folder / "model.safetensors")
     return folder

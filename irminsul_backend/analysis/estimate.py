@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from irminsul_backend.analysis.results import PromptResult, ReplayResult
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.hub.tokenizer_files import read_json
+from irminsul_backend.hub.config_fields import FieldReader
+from irminsul_backend.hub.json_files import read_config
 
 H200_BF16_DENSE_PEAK = 989e12
 """FLOP/s, NVIDIA's data sheet."""
@@ -79,7 +80,6 @@ SIZES: dict[str, ModelSize] = {
 }
 """From the config.json that each model is published with."""
 _OPTIONAL = {
-    "q_lora_rank": None,
     "moe_intermediate_size": 0,
     "n_routed_experts": 0,
     "n_shared_experts": 0,
@@ -96,20 +96,12 @@ def load_size(source: str) -> ModelSize:
         raise UnsupportedModelError(
             f"--model {source}: neither a model folder nor a known size; known are {', '.join(SIZES)}"
         )
-    path = Path(source) / "config.json"
-    return _from_config(path, read_json(path, "it holds the model's sizes"))
-
-
-def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelSize:
-    values: dict[str, Any] = {}
-    for name in (f.name for f in fields(ModelSize)):
-        value = raw.get(name)
-        if value is None and name in _OPTIONAL:
-            value = _OPTIONAL[name]
-        elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UnsupportedModelError(f"{path}: {name} is {value!r}; it must be a whole number (an MLA model)")
-        values[name] = value
-    return ModelSize(**values)
+    read = FieldReader(read_config(source))
+    names = [f.name for f in fields(ModelSize) if f.name != "q_lora_rank"]
+    sizes: dict[str, Any] = {name: read.integer(name, _OPTIONAL.get(name), at_least=0) for name in names}
+    sizes["q_lora_rank"] = read.optional_integer("q_lora_rank", at_least=0)
+    read.check(Path(source) / "config.json")
+    return ModelSize(**sizes)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from irminsul_backend.chunking import Preset
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.errors import UnsupportedModelError
 from irminsul_backend.frontend.chunker import CUT_MARKER
-from irminsul_backend.hub.tokenizer_files import read_optional_json, read_text, token_text
+from irminsul_backend.hub.json_files import read_optional_json, read_text
+from irminsul_backend.hub.tokenizer_files import token_text
 from irminsul_backend.text.memo import SegmentMemo
 
 MEMO_BYTES = 1 << 28

@@ -27,9 +27,10 @@ from irminsul_kernels.bench.report import Bar, Report, Row
 
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.engine import Engine
-from irminsul_backend.model import MLAModel, ModelConfig, load_model
+from irminsul_backend.model import MLAModel, ModelConfig, load_model, parse_config
+from irminsul_backend.model.loading import memory_bytes
 from irminsul_backend.model.random_weights import random_weights
-from irminsul_backend.model.weights import Checkpoint, memory_bytes, model_weights
+from irminsul_backend.model.register import family_of
 from irminsul_backend.protocol import Event, GenerationRequest, Usage
 from irminsul_backend.request_spec import SamplingParams
 
@@ -71,11 +72,11 @@ def fit_layers(config: ModelConfig, free: int, itemsize: int = 2) -> int:
 
 
 class RandomCheckpoint:
-    """Stands in for a Checkpoint: every tensor is drawn on the device when it is read."""
+    """A TensorSource that draws every tensor on the device when it is read."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype = device, dtype
-        self._weights = model_weights(config)
+        self._weights = family_of(config).sanitize(config)
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def read(self, name: str) -> torch.Tensor:
@@ -92,7 +93,7 @@ class RandomCheckpoint:
 
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> MLAModel:
     with torch.inference_mode():
-        return MLAModel(config, cast(Checkpoint, RandomCheckpoint(config, device, dtype)))
+        return family_of(config).build(config, RandomCheckpoint(config, device, dtype))
 
 
 @dataclass
@@ -190,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(report: Report, device: torch.device) -> None:
     """Add the engine's timings, the bars and what was skipped to `report`."""
-    config = ModelConfig.from_dict(V2_LITE)
+    config = parse_config(V2_LITE)
     layers = fit_layers(config, torch.cuda.mem_get_info(device)[0])
     if layers == 0:
         report.skipped.append(("engine", "not even two layers of V2-Lite and their pool fit the free GPU memory"))
@@ -288,7 +289,7 @@ def against_transformers(report: Report, device: torch.device) -> None:
 
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(values))
-            save_file(random_weights(ModelConfig.from_dict(values), seed=7), Path(folder) / "model.safetensors")
+            save_file(random_weights(parse_config(values), seed=7), Path(folder) / "model.safetensors")
             ours = load_model(folder, device=str(device), dtype=torch.bfloat16)
             theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
             theirs = theirs.to(device).eval()

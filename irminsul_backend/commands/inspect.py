@@ -19,11 +19,12 @@ import psutil
 import torch
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.hub.tokenizer_files import read_optional_json
+from irminsul_backend.hub.json_files import read_config
+from irminsul_backend.hub.template_files import read_templates
 from irminsul_backend.hub.weight_files import LISTED, ModelFolder
-from irminsul_backend.model.model_config import ModelConfig, read_config, unused_fields
+from irminsul_backend.model import ModelConfig
+from irminsul_backend.model.loading import find_problems, memory_bytes, try_config, unused_fields
 from irminsul_backend.model.moe import check_alignment
-from irminsul_backend.model.weights import find_problems, memory_bytes
 from irminsul_backend.text import ChatTemplate, Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -56,10 +57,8 @@ def inspect_folder(folder: str | Path, memory: int | None = None) -> dict[str, A
     raw = _attempt(problems, lambda: read_config(folder))
     config = None
     if raw is not None:
-        config, config_problems = ModelConfig.parse(raw)
+        config, config_problems = try_config(raw)
         problems += [f"config.json: {problem}" for problem in config_problems]
-        if config_problems:
-            config = None
         report["unused_fields"] = unused_fields(raw)
         if config is not None:
             report |= _architecture(config, raw)
@@ -181,16 +180,10 @@ def _text(folder: Path, config: ModelConfig | None, problems: list[str], notes: 
                 "no file names an end id: answers run to max_tokens unless the request gives end_id or stop words"
             )
     if _attempt(problems, lambda: ChatTemplate.load(folder)) is not None:
-        text["chat_template"] = _attempt([], lambda: _has_template(folder)) is True
+        text["chat_template"] = any(read_templates(folder).values())
         if not text["chat_template"]:
             notes.append("no chat template: prompts as text or ids only, requests with messages are refused")
     return text
-
-
-def _has_template(folder: Path) -> bool:
-    settings = ("tokenizer_config.json", "chat_template.json")
-    in_file = any(read_optional_json(folder / name).get("chat_template") for name in settings)
-    return in_file or (folder / "chat_template.jinja").exists()
 
 
 def render(report: dict[str, Any]) -> str:

@@ -13,9 +13,9 @@ from irminsul_backend.engine.batch import Piece
 from irminsul_backend.engine.runner import ModelRunner
 from irminsul_backend.engine.sampler import Sampler, sample
 from irminsul_backend.errors import ServerStartError
-from irminsul_backend.model import MLAModel, ModelConfig
-from irminsul_backend.model.model_config import read_config
-from irminsul_backend.model.weights import memory_bytes
+from irminsul_backend.hub.json_files import read_config
+from irminsul_backend.model import MLAModel, parse_config
+from irminsul_backend.model.loading import memory_bytes
 from irminsul_backend.protocol import GenerationRequest
 from irminsul_backend.request_spec import SamplingParams
 
@@ -64,7 +64,7 @@ def check_weights_fit(config: ServerConfig, device: str, dtype: torch.dtype) -> 
     """
     if not device.startswith("cuda"):
         return
-    size = memory_bytes(ModelConfig.from_dict(read_config(config.model)), dtype.itemsize)
+    size = memory_bytes(parse_config(read_config(config.model)), dtype.itemsize)
     free, total = torch.cuda.mem_get_info(device)
     refuse_weights(size, total, config.gpu_memory_fraction, total - free)
 

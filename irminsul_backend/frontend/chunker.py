@@ -16,7 +16,8 @@ from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, ServerStartError, UnsupportedModelError
 from irminsul_backend.frontend.inputs import RequestFields
 from irminsul_backend.frontend.sessions import CutPrompt, SessionTable
-from irminsul_backend.hub.tokenizer_files import read_json
+from irminsul_backend.hub.config_fields import MAX_POSITIONS, FieldReader
+from irminsul_backend.hub.json_files import read_config
 from irminsul_backend.protocol import GenerationRequest
 from irminsul_backend.request_spec import PROMPT_INPUTS, SAMPLING_INPUTS, SamplingParams
 from irminsul_backend.text import ChatTemplate, Encoded, Tokenizer
@@ -58,9 +59,10 @@ class PromptPreparer:
         self._config = config
         self._preset = PRESETS[config.preset]
         path = Path(config.model) / "config.json"
-        limits = read_json(path, "it holds the model's limits")
-        self.max_positions = _positive(path, limits, "max_position_embeddings")
-        self.vocab_size = _positive(path, limits, "vocab_size")
+        limits = FieldReader(read_config(config.model))
+        self.max_positions = limits.integer("max_position_embeddings", at_most=MAX_POSITIONS)
+        self.vocab_size = limits.integer("vocab_size")
+        limits.check(path)
         self.tokenizer = Tokenizer.load(config.model)
         vocabulary = path.parent / self.tokenizer.file_name
         if self.tokenizer.vocab_size > self.vocab_size:
@@ -224,11 +226,3 @@ class PromptPreparer:
         spellings = [form for word in values.words("bad_words") for form in (word, " " + word.lstrip())]
         sequences = [self.tokenizer.encode(form).ids.tolist() for form in dict.fromkeys(spellings)]
         return [ids for ids in sequences if ids]
-
-
-def _positive(path: Path, values: dict[str, Any], name: str) -> int:
-    value = values.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        found = f"is {value!r}" if name in values else "is missing"
-        raise UnsupportedModelError(f"{name} in {path} {found}; it must be a whole number over 0")
-    return value

@@ -1,1 +1,1 @@
-"""A Hugging Face model folder: its JSON files, its tokenizer's files, the headers and tensors of its weights."""
+"""Reading a Hugging Face model folder: JSON files, config fields, tokenizer and template files, safetensors."""

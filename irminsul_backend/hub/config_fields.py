@@ -1,40 +1,59 @@
-"""FieldReader: typed access to config.json that notes every problem instead of stopping at the first."""
+"""FieldReader: typed access to the fields of config.json that notes every problem instead of stopping at the first."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from irminsul_backend.hub.json_file import shown
+from irminsul_backend.errors import UnsupportedModelError
+from irminsul_backend.hub.json_files import shown
 
 MAX_SIZE = 10_000_000
-"""Of a dimension; a vocabulary, the largest in published models, has some hundred thousand."""
+"""Largest dimension; the largest in published models, a vocabulary, has some hundred thousand."""
+MAX_POSITIONS = 1_000_000_000
+"""Largest max_position_embeddings."""
 MAX_NUMBER = 1e30
-"""Of a number; positive ones are at least 1 / MAX_NUMBER, so that products and quotients of a few stay finite."""
+"""Largest number. The smallest positive one is 1 / MAX_NUMBER, so that products and quotients of a few stay finite.
+
+All these limits lie far above published models: they turn a damaged file into a message instead of a long wait.
+"""
 
 
 class FieldReader:
-    """Reads fields of one JSON object. A problem is noted with field and value, and a harmless value is returned."""
+    """Reads the fields of one JSON object.
+
+    A field that breaks its limit is noted in `problems` with its value and the limit, and a harmless value is returned
+    in its place, so that all problems of a file can be told at once.
+    """
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = "", problems: list[str] | None = None) -> None:
+        """`prefix` stands before field names in messages; an inner object shares the `problems` of the outer one."""
         self.raw, self.prefix = raw, prefix
         self.problems: list[str] = [] if problems is None else problems
         self.bad: set[str] = set()
         """Fields whose returned value means nothing."""
 
+    def check(self, file: str | Path) -> None:
+        """Raise UnsupportedModelError naming `file` and all problems, if there are any."""
+        if self.problems:
+            raise UnsupportedModelError(f"{file}: {'; also '.join(self.problems)}")
+
     def value(self, name: str, default: Any = None) -> Any:
-        """The field, or `default` where it is missing or null."""
+        """Return the field, or `default` where it is missing or null."""
         value = self.raw.get(name)
         return default if value is None else value
 
     def refuse(self, name: str, limit: str, value: Any = None) -> None:
         """Note that field `name` (its value, or `value`) breaks `limit`."""
         found = self.raw.get(name) if value is None else value
-        self.problems.append(f"{self.prefix}{name} is {shown(found)}; {limit}")
+        said = "is missing" if found is None and name not in self.raw else f"is {shown(found)}"
+        self.problems.append(f"{self.prefix}{name} {said}; {limit}")
         self.bad.add(name)
 
     def integer(self, name: str, default: int | None = None, at_least: int = 1, at_most: int = MAX_SIZE) -> int:
+        """Return an integer from `at_least` to `at_most`."""
         value = self.value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             self.refuse(name, f"it must be an integer, at least {at_least}")
@@ -44,8 +63,12 @@ class FieldReader:
             return at_least
         return value
 
+    def optional_integer(self, name: str, at_least: int = 1) -> int | None:
+        """Return an integer as :meth:`integer` does, or None where the field is missing or null."""
+        return None if self.value(name) is None else self.integer(name, at_least=at_least)
+
     def number(self, name: str, default: float | None = None, over: float | None = 0) -> float:
-        """A number over `over`, or at least 0 if that is None; its magnitude is within MAX_NUMBER."""
+        """Return a number over `over`, or at least 0 if that is None; its magnitude is within MAX_NUMBER."""
         value = self.value(name, default)
         valid = isinstance(value, (int, float)) and not isinstance(value, bool)
         valid = valid and (isinstance(value, int) or math.isfinite(value))
@@ -58,6 +81,7 @@ class FieldReader:
         return float(value)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
+        """Return true or false."""
         value = self.value(name, default)
         if not isinstance(value, bool):
             self.refuse(name, "it must be true or false")
@@ -65,6 +89,7 @@ class FieldReader:
         return value
 
     def choice(self, name: str, understood: tuple[str, ...], default: str | None = None) -> str:
+        """Return one of the texts in `understood`."""
         value = self.value(name, default)
         if value not in understood:
             self.refuse(name, f"understood: {', '.join(understood)}")
@@ -72,6 +97,6 @@ class FieldReader:
         return str(value)
 
     def refuse_unless(self, name: str, understood: tuple[Any, ...]) -> None:
-        """A field that may be missing, but if it is there must have one of these values."""
+        """Refuse a field that is there with a value outside `understood`; it may be missing."""
         if name in self.raw and self.raw[name] not in understood:
             self.refuse(name, f"only {understood[0]!r} is understood")

@@ -1,68 +1,100 @@
-"""Reading the JSON files of a Hugging Face model folder."""
+"""The files that define a tokenizer: what tokenizer_config.json says of tokens, end ids, tiktoken.model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
 from pathlib import Path
 from typing import Any
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.hub.json_file import parse_json, shown
+from irminsul_backend.hub.json_files import read_optional_json, shown
 
+END_ID_FILES = ("generation_config.json", "config.json")
+"""Files whose eos_token_id ends a turn."""
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that tokenizer_config.json may name, and by whose names chat templates ask for them."""
 MAX_ID = 1_000_000
-"""Of an added token: every id below it takes room, and published vocabularies have some hundred thousand."""
+"""Largest id of an added token: every id below it takes room, and published vocabularies have some hundred thousand."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Of an added token, each true, false or missing."""
+"""Flags of an added token, each true, false or missing."""
 
 
-def read_text(path: Path, what: str) -> str:
-    """The file's text; raises UnsupportedModelError naming the file if it is missing or not UTF-8."""
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Read `folder`/tokenizer_config.json, or nothing where it is missing.
+
+    Raises:
+        UnsupportedModelError: the file, or what it says of tokens, is not understood; names the file.
+    """
+    path = folder / "tokenizer_config.json"
+    config = read_optional_json(path)
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UnsupportedModelError(
-            f"{path} is missing: {what}; give the folder of a complete Hugging Face model"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedModelError(f"{path} cannot be read: {error}") from error
+        added_tokens(config)
+        named_tokens(config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path} is not understood: {error}") from error
+    return config
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The file's JSON object; raises UnsupportedModelError naming the file if it is missing or something else."""
-    text = read_text(path, what)
+def read_end_ids(folder: Path) -> list[int]:
+    """Read the ids that end a turn, from each of END_ID_FILES that names some: a number, a list of them, or null.
+
+    Raises:
+        UnsupportedModelError: a file holds something else; names the file.
+    """
+    found: list[int] = []
+    for path in (folder / name for name in END_ID_FILES):
+        value = read_optional_json(path).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for i in ids:
+            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < 2**31:
+                raise UnsupportedModelError(
+                    f"eos_token_id in {path} is {shown(value)}; it must be an id, a list of ids or null "
+                    "(ids are 0 to 2**31 - 1)"
+                )
+        found += ids
+    return found
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Read tiktoken.model: lines of "base64-of-a-token rank".
+
+    Raises:
+        UnsupportedModelError: the file cannot be read, or a line is something else (its number is given).
+    """
     try:
-        value = parse_json(text)
-    except ValueError as error:
-        raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UnsupportedModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
-def read_optional_json(path: Path) -> dict[str, Any]:
-    """As `read_json`, but a missing file reads as an empty object."""
-    return read_json(path, "") if path.exists() else {}
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UnsupportedModelError(f"it cannot be read: {error}") from error
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f'line {number} is {line[:60].decode("utf-8", "replace")!r}; it must be "base64 rank"'
+            ) from error
+    return ranks
 
 
 def token_text(value: Any) -> str | None:
-    """The text of a special token in tokenizer_config.json: a string, an object with "content", or None."""
+    """Return the text of a special token in tokenizer_config.json: a string, an object with "content", or None."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that tokenizer_config.json may name, and by whose names chat templates ask for them."""
-
-
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The texts of the special tokens that tokenizer_config.json names, by name."""
+    """Return the texts of the special tokens that tokenizer_config.json names, by name."""
     return {name: text for name in SPECIAL_NAMES if (text := token_text(config.get(name)))}
 
 
 def added_tokens(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """added_tokens_decoder of tokenizer_config.json: objects with "content" and flags by id.
+    """Return added_tokens_decoder of tokenizer_config.json: objects with "content" and flags, by id.
 
-    Raises UnsupportedModelError: a key is not an id, or an entry has no content or a flag that is no boolean.
+    Raises:
+        UnsupportedModelError: a key is not an id, or an entry has no content or a flag that is not true or false.
     """
     entries = {}
     decoder = config.get("added_tokens_decoder") or {}
@@ -90,16 +122,16 @@ def added_tokens(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return entries
 
 
-def named_tokens(config: dict[str, Any]) -> Iterator[str]:
-    """Every text that tokenizer_config.json calls special by name or in a list of further ones, each once.
+def named_tokens(config: dict[str, Any]) -> list[str]:
+    """Return every text that tokenizer_config.json calls special, by name or in a list of further ones, each once.
 
-    Raises UnsupportedModelError: the further ones are neither a list nor an object.
+    Raises:
+        UnsupportedModelError: the further ones are neither a list nor an object.
     """
     name = "additional_special_tokens" if config.get("additional_special_tokens") else "extra_special_tokens"
     further = config.get(name) or []
     if not isinstance(further, (dict, list)):
         raise UnsupportedModelError(f"{name} in tokenizer_config.json is {shown(further)}; it must be a list")
     values = further.values() if isinstance(further, dict) else further
-    yield from dict.fromkeys(
-        [*special_tokens(config).values(), *(text for value in values if (text := token_text(value)))]
-    )
+    texts = [text for value in values if (text := token_text(value))]
+    return list(dict.fromkeys([*special_tokens(config).values(), *texts]))

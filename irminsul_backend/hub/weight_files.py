@@ -10,22 +10,28 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.hub.json_file import parse_json, shown
+from irminsul_backend.hub.json_files import parse_json, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-"""Bytes of an element by the format's name of its dtype."""
+"""Bytes of an element, by the format's name of its dtype."""
 LISTED = 8
 """Most file or tensor names that one error message spells out."""
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Largest header; the format's own limit."""
+
+
+class _OpenFile(Protocol):
+    """What `safetensors.safe_open` returns."""
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -41,21 +47,19 @@ class TensorInfo:
 
 
 class ModelFolder:
-    """Names, shapes and contents of a folder's tensors: model.safetensors, or the shards that an index lists.
-
-    Raises UnsupportedModelError from the constructor if a file is missing, truncated or not in the format.
-    """
+    """Names, shapes and contents of a folder's tensors: model.safetensors, or the shards that an index lists."""
 
     def __init__(self, path: str | Path) -> None:
+        """Read the headers; raises UnsupportedModelError if a file is missing, truncated or not in the format."""
         self.path = Path(path)
         self.tensors: dict[str, TensorInfo] = {}
-        """By published name, in the files' order."""
+        """What the headers say of each tensor, by published name, in the files' order."""
         for name in _file_names(self.path):
             self.tensors |= read_header(self.path / name)
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, _OpenFile] = {}
 
     def read(self, name: str) -> torch.Tensor:
-        """Tensor `name` as stored; its memory is the mapped file's, so it must not be written."""
+        """Return tensor `name` as stored; its memory is the mapped file's, so it must not be written."""
         from safetensors import safe_open
 
         file = self.tensors[name].file
@@ -65,7 +69,7 @@ class ModelFolder:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file; raises UnsupportedModelError naming the file if it is not whole."""
+    """Read what the header says of each tensor; raises UnsupportedModelError naming the file if it is not whole."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -88,7 +92,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _tensor_info(name: str, entry: Any, file: str) -> TensorInfo:
-    """Raises ValueError naming the tensor and the field."""
+    """Check one entry of a header; raises ValueError naming the tensor and the field."""
     fields = entry if isinstance(entry, dict) else {}
     shape: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
@@ -120,7 +124,7 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _indexed_files(index: Any) -> list[str]:
-    """The shards that a parsed index names; raises ValueError if it is none."""
+    """The shards that a parsed index names; raises ValueError if it is not an index."""
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not where:
         raise ValueError("it must be an object whose weight_map gives each tensor's file")

@@ -1,7 +1,9 @@
-"""MLA models of the DeepSeek-V2/V3 family: config, weights, forward pass."""
+"""MLA models: the register of architectures, the families' files, layers, and loading."""
 
-from irminsul_backend.model.deepseek import AttentionContext, MLAModel, load_model
+from irminsul_backend.model.attention import AttentionContext
+from irminsul_backend.model.decoder import MLAModel
+from irminsul_backend.model.loading import load_config, load_model, parse_config
 from irminsul_backend.model.model_config import ModelConfig
 from irminsul_backend.model.rope import Rope
 
-__all__ = ["AttentionContext", "MLAModel", "ModelConfig", "Rope", "load_model"]
+__all__ = ["AttentionContext", "MLAModel", "ModelConfig", "Rope", "load_config", "load_model", "parse_config"]

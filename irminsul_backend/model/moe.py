@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from irminsul_backend.errors import UnsupportedModelError
+from irminsul_backend.model.checkpoint import TensorSource
 from irminsul_backend.model.model_config import ModelConfig
-from irminsul_backend.model.weights import Checkpoint
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -27,9 +27,9 @@ def _gated(gate_up: torch.Tensor) -> torch.Tensor:
 class MLP:
     """down(silu(gate(x)) * up(x)), without biases."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self.gate_up = checkpoint.read(f"{name}.gate_up")  # one matrix [2 * inner, hidden]: one product instead of two
-        self.down = checkpoint.read(f"{name}.down")
+    def __init__(self, source: TensorSource, name: str) -> None:
+        self.gate_up = source.read(f"{name}.gate_up")  # one matrix [2 * inner, hidden]: one product instead of two
+        self.down = source.read(f"{name}.down")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
@@ -51,14 +51,14 @@ class Router:
     ignores norm_topk_prob for DeepSeek-V2; every published V2 checkpoint has it off, where both agree.)
     """
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, name: str) -> None:
+    def __init__(self, config: ModelConfig, source: TensorSource, name: str) -> None:
         self.top_k = config.num_experts_per_tok
         self.groups, self.kept_groups = config.n_group, config.topk_group
         self.sigmoid = config.topk_method == "noaux_tc"
         self.normalise = config.norm_topk_prob
         self.scale = config.routed_scaling_factor if self.sigmoid or not self.normalise else 1.0
-        self.weight = checkpoint.read(f"{name}.router")
-        self.bias = checkpoint.read(f"{name}.router_bias") if self.sigmoid else None
+        self.weight = source.read(f"{name}.router")
+        self.bias = source.read(f"{name}.router_bias") if self.sigmoid else None
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] -> expert ids int64 [T, k], weights float32 [T, k]"""
@@ -102,14 +102,14 @@ class MoE:
     Raises UnsupportedModelError if the kernels cannot read the experts' matrices.
     """
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, name: str) -> None:
-        if problem := check_alignment(config, checkpoint.dtype):
+    def __init__(self, config: ModelConfig, source: TensorSource, name: str) -> None:
+        if problem := check_alignment(config, source.dtype):
             raise UnsupportedModelError(f"config.json: {problem}")
-        self.router = Router(config, checkpoint, name)
-        self.shared = MLP(checkpoint, f"{name}.shared") if config.n_shared_experts else None
-        self.gate_up = checkpoint.read(f"{name}.experts.gate_up")
-        self.down = checkpoint.read(f"{name}.experts.down")
-        self.ids = torch.arange(config.n_routed_experts, device=checkpoint.device)
+        self.router = Router(config, source, name)
+        self.shared = MLP(source, f"{name}.shared") if config.n_shared_experts else None
+        self.gate_up = source.read(f"{name}.experts.gate_up")
+        self.down = source.read(f"{name}.experts.down")
+        self.ids = torch.arange(config.n_routed_experts, device=source.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from irminsul_backend.model.model_config import ModelConfig
-from irminsul_backend.model.weights import expected_shapes
+from irminsul_backend.model.register import family_of
 
 GAINS = {
     "embed_tokens": 1.0,
@@ -30,7 +30,7 @@ def random_weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     last = f"model.layers.{config.num_layers - 1}.self_attn.o_proj"
     weights = {}
-    for name, shape in expected_shapes(config).items():
+    for name, shape in family_of(config).expected_shapes(config).items():
         if len(shape) == 1:
             weights[name] = torch.ones(shape, dtype=torch.bfloat16)
             continue

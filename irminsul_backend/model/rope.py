@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies (plain or YaRN) and exact angles. The rotation is irminsul_kernels.rotate.
 
 Layout: everything here is **half-split**: dimension i is paired with i + dr/2. Published DeepSeek checkpoints pair
-2i with 2i + 1; ``weights.copy_rotary`` reorders their projections once at load, so no forward pass ever permutes.
+2i with 2i + 1; ``layout.copy_rotary`` reorders their projections once at load, so no forward pass ever permutes.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from irminsul_backend.text.splitting import AddedTokenSplitter
 
@@ -34,7 +35,7 @@ class Library(Protocol):
     bos_ids: Sequence[int]
     """What the library itself would put in front of a text, if the model's settings do not say."""
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
+    def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
         """The ids of each piece by itself, int32 [n]; added tokens in it are recognised, none is put around it."""
         ...
 

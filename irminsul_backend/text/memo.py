@@ -7,6 +7,7 @@ from collections import OrderedDict
 from threading import Lock
 
 import numpy as np
+from numpy.typing import NDArray
 
 _ENTRY_BYTES = 300
 """Dictionary entry, linked list node and array header of one piece."""
@@ -20,12 +21,12 @@ class SegmentMemo:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._ids: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._lock = Lock()
         self.size_bytes = 0
         """Memory of what is held now, at most `max_bytes`."""
 
-    def get(self, text: str) -> np.ndarray | None:
+    def get(self, text: str) -> NDArray[np.int32] | None:
         """The ids of `text`, int32 [n], or None if it is not held."""
         with self._lock:
             ids = self._ids.get(text)
@@ -33,7 +34,7 @@ class SegmentMemo:
                 self._ids.move_to_end(text)
             return ids
 
-    def put(self, text: str, ids: np.ndarray) -> None:
+    def put(self, text: str, ids: NDArray[np.int32]) -> None:
         """Hold the ids of `text`, forgetting the least recently used ones to stay within the bound."""
         with self._lock:
             if text in self._ids or self._cost(text, ids) > self._max_bytes:
@@ -44,5 +45,5 @@ class SegmentMemo:
                 self.size_bytes -= self._cost(*self._ids.popitem(last=False))
 
     @staticmethod
-    def _cost(text: str, ids: np.ndarray) -> int:
+    def _cost(text: str, ids: NDArray[np.int32]) -> int:
         return sys.getsizeof(text) + ids.nbytes + _ENTRY_BYTES

@@ -14,7 +14,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from irminsul_backend.errors import InvalidRequestError, UnsupportedModelError
-from irminsul_backend.hub.tokenizer_files import read_optional_json, read_text, special_tokens
+from irminsul_backend.hub.json_files import read_optional_json
+from irminsul_backend.hub.template_files import read_templates, sorts_tool_keys
+from irminsul_backend.hub.tokenizer_files import special_tokens
 
 
 class ChatTemplate:
@@ -45,23 +47,14 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate:
-        """Read the templates from where the model's publisher put them.
-
-        That is, the first that exists of: chat_template.jinja and additional_chat_templates/NAME.jinja together;
-        chat_template in tokenizer_config.json, a template or a list of named ones; chat_template.json. A folder with
-        none of them gives a template that refuses every request.
+        """Read the templates of a model folder. A folder without any gives a template that refuses every request.
 
         Raises:
             UnsupportedModelError: a file or a template is not understood; the message names it.
         """
         folder = Path(folder)
         config = read_optional_json(folder / "tokenizer_config.json")
-        templates = _template_files(folder)
-        for name in ("tokenizer_config.json", "chat_template.json"):
-            source = None if templates else read_optional_json(folder / name).get("chat_template")
-            if source is not None:
-                templates = _named(folder / name, source)
-        return cls(templates, special_tokens(config), _sorts_tool_keys(folder, config))
+        return cls(read_templates(folder), special_tokens(config), sorts_tool_keys(folder, config))
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         """The prompt's text, up to where the assistant's answer begins.
@@ -92,36 +85,6 @@ class ChatTemplate:
         return "chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
 
 
-def _template_files(folder: Path) -> dict[str, str]:
-    found = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").exists():
-        found["default"] = folder / "chat_template.jinja"
-    return {name: read_text(path, "it holds a chat template") for name, path in found.items()}
-
-
-def _named(path: Path, source: Any) -> dict[str, str]:
-    """The chat_template field of a JSON file: a string, a list of {"name", "template"}, or an object by name."""
-    try:
-        named = source if isinstance(source, dict) else {"default": source}
-        if isinstance(source, list):
-            named = {entry["name"]: entry["template"] for entry in source}
-        if all(isinstance(text, str) for item in named.items() for text in item):
-            return named
-    except (KeyError, TypeError):
-        pass
-    raise UnsupportedModelError(
-        f'chat_template in {path} must be a string or a list of objects with a "name" and a "template"'
-    )
-
-
-def _sorts_tool_keys(folder: Path, config: dict[str, Any]) -> bool:
-    """Whether the model's own tokenizer class sorts the keys of tools before rendering. Only its code says so."""
-    classes = config.get("auto_map", {}).get("AutoTokenizer") if isinstance(config.get("auto_map"), dict) else None
-    modules = {str(name).split(".")[0] for name in classes or [] if name} if isinstance(classes, list) else set()
-    paths = [folder / f"{module}.py" for module in modules]
-    return any("deep_sort_dict(tools)" in read_text(path, "") for path in paths if path.exists())
-
-
 def _sorted_keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _sorted_keys(value[key]) for key in sorted(value)}
@@ -144,7 +107,7 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         next(parser.stream)
-        # a scope of its own: what is set inside is not seen behind it
+        # a scope of its own: what is set inside is not seen after it
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.hub.tokenizer_files import added_tokens, named_tokens
+from irminsul_backend.hub.tokenizer_files import added_tokens, named_tokens, read_ranks
 from irminsul_backend.text.library import AddedText
 from irminsul_backend.text.splitting import AddedTokenSplitter
 
@@ -95,7 +95,7 @@ class TiktokenLibrary:
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{path}: {error}") from error
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
+    def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
         return [self._encode(piece) for piece in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -108,7 +108,7 @@ class TiktokenLibrary:
     def token_bytes(self, token: int) -> bytes:
         return self._bytes.get(token, b"")
 
-    def _encode(self, text: str) -> np.ndarray:
+    def _encode(self, text: str) -> NDArray[np.int32]:
         parts = []
         for piece in self.splitter.split(text):
             if piece in self._special:
@@ -116,29 +116,6 @@ class TiktokenLibrary:
             else:
                 parts += [self._encoding.encode_to_numpy(run, disallowed_special=()) for run in _short_runs(piece)]
         return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
-
-
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """The file's lines, "base64-of-a-token rank", as a dictionary.
-
-    Raises UnsupportedModelError: it cannot be read, or a line is something else (its number is given).
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UnsupportedModelError(f"it cannot be read: {error}") from error
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise UnsupportedModelError(
-                f'line {number} is {line[:60].decode("utf-8", "replace")!r}; it must be "base64 rank"'
-            ) from error
-    return ranks
 
 
 def _check_ranks(ranks: dict[bytes, int]) -> None:

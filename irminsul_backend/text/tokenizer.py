@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.hub.json_file import shown
-from irminsul_backend.hub.tokenizer_files import added_tokens, named_tokens, read_optional_json, token_text
+from irminsul_backend.hub.tokenizer_files import read_end_ids, read_tokenizer_config, token_text
 from irminsul_backend.text import tiktoken_library, tokenizers_library
 from irminsul_backend.text.library import Library
 from irminsul_backend.text.memo import SegmentMemo
@@ -22,9 +21,9 @@ MEMO_BYTES = 1 << 26
 class Encoded(NamedTuple):
     """A tokenised text."""
 
-    ids: np.ndarray
+    ids: NDArray[np.int32]
     """int32 [n]."""
-    edges: np.ndarray
+    edges: NDArray[np.int32]
     """int32 [k], ascending offsets in `ids` where an added (template) token stands."""
 
 
@@ -71,8 +70,7 @@ class Tokenizer:
             UnsupportedModelError: a file is missing or not understood; the message names it.
         """
         folder = Path(folder)
-        config = _read_settings(folder / "tokenizer_config.json")
-        end_ids = [i for name in ("generation_config.json", "config.json") for i in _end_ids(folder / name)]
+        config, end_ids = read_tokenizer_config(folder), read_end_ids(folder)
         tiktoken = (folder / tiktoken_library.FILE_NAME).exists() and not (
             folder / tokenizers_library.FILE_NAME
         ).exists()
@@ -87,7 +85,7 @@ class Tokenizer:
             add_bos: put `bos_ids` in front, unless the text itself begins with them.
         """
         pieces = self._library.splitter.split(text)
-        found: dict[str, np.ndarray] = {}
+        found: dict[str, NDArray[np.int32]] = {}
         missing: list[str] = []
         for piece in dict.fromkeys(pieces):
             ids = self._singles.get(piece)
@@ -105,11 +103,11 @@ class Tokenizer:
             ids = np.concatenate((self.bos_ids, ids))
         return Encoded(ids, self.edges(ids))
 
-    def edges(self, ids: np.ndarray) -> np.ndarray:
+    def edges(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Offsets where an added token stands that is not only space. int32 [n] -> int32 [k]."""
         return np.flatnonzero(self._is_edge.take(ids, mode="clip")).astype(np.int32)
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
         return self._library.decode([int(i) for i in ids])
 
@@ -127,34 +125,10 @@ class Tokenizer:
         """The bytes that a token adds to the output; only for `is_byte_level` tokenizers. Special ones add none."""
         return self._library.token_bytes(token)
 
-    def _find_bos(self, config: dict[str, Any]) -> np.ndarray:
+    def _find_bos(self, config: dict[str, Any]) -> NDArray[np.int32]:
         """tokenizer_config's add_bos_token decides; without it, the library's own rule."""
         wanted = config.get("add_bos_token")
         if wanted is None:
             return np.array(self._library.bos_ids, np.int32)
         bos = self.token_id(token_text(config.get("bos_token")) or "")
         return np.array([bos] if wanted and bos is not None else [], np.int32)
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json, its tokens checked here, where its path is known."""
-    config = read_optional_json(path)
-    try:
-        added_tokens(config)
-        tuple(named_tokens(config))
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{path} is not understood: {error}") from error
-    return config
-
-
-def _end_ids(path: Path) -> list[int]:
-    """eos_token_id of a JSON file: a number, a list of them, null or nothing."""
-    value = read_optional_json(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for i in ids:
-        if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < 2**31:
-            raise UnsupportedModelError(
-                f"eos_token_id in {path} is {shown(value)}; it must be an id, a list of ids or null "
-                "(ids are 0 to 2**31 - 1)"
-            )
-    return ids

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.hub.tokenizer_files import FLAGS, added_tokens, read_text
+from irminsul_backend.hub.json_files import read_text
+from irminsul_backend.hub.tokenizer_files import FLAGS, added_tokens
 from irminsul_backend.text.library import AddedText
 from irminsul_backend.text.splitting import AddedTokenSplitter
 
@@ -53,7 +55,7 @@ class TokenizersLibrary:
         except Exception as error:  # the package raises plain Exception
             raise UnsupportedModelError(f"{folder / FILE_NAME} is not understood: {error}") from error
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
+    def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
         encodings = self._library.encode_batch_fast(pieces, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 

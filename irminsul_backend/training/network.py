@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from irminsul_backend.model.deepseek import LATENT_EPS
+from irminsul_backend.model.attention import LATENT_EPS
+from irminsul_backend.model.deepseek import expected_shapes
 from irminsul_backend.model.model_config import ModelConfig
-from irminsul_backend.model.weights import expected_shapes
 
 SHORT = 512
 """Sequences up to this length compute their scores as one matrix."""

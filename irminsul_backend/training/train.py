@@ -31,7 +31,7 @@ from torch import Tensor
 
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.errors import IrminsulError
-from irminsul_backend.model.model_config import ModelConfig
+from irminsul_backend.model import ModelConfig, parse_config
 from irminsul_backend.training.network import Network, initial_weights
 from irminsul_backend.training.train_tokenizer import (
     BEGIN,
@@ -324,7 +324,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # the library raises nothing narrower
         raise IrminsulError(f"{tokenizer_file} is damaged ({error}); --fresh begins anew") from error
-    trainer = Trainer(tokenizer, ModelConfig.from_dict(model_config(tokenizer)), device)
+    trainer = Trainer(tokenizer, parse_config(model_config(tokenizer)), device)
     if state_file.exists():
         trainer.resume(state_file)
         console.print(f"going on at step {trainer.state.step} from {state_file}", soft_wrap=True)

@@ -55,7 +55,7 @@ def test_sizes_of_a_folder(tmp_path: Path) -> None:
     raw = asdict(SIZE)
     del raw["kv_lora_rank"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(UnsupportedModelError, match="kv_lora_rank is None"):
+    with pytest.raises(UnsupportedModelError, match="kv_lora_rank is missing"):
         load_size(str(tmp_path))
     with pytest.raises(UnsupportedModelError, match="known are deepseek-v2-lite"):
         load_size("gpt-17")

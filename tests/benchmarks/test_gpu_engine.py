@@ -15,8 +15,8 @@ from irminsul_kernels.bench.report import Report
 from irminsul_backend.benchmarks import gpu_engine as engine_bench
 from irminsul_backend.chunking import PRESETS
 from irminsul_backend.engine import Engine
-from irminsul_backend.model import ModelConfig
-from irminsul_backend.model.weights import memory_bytes
+from irminsul_backend.model import ModelConfig, parse_config
+from irminsul_backend.model.loading import memory_bytes
 
 CPU = torch.device("cpu")
 TINY = {
@@ -32,7 +32,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
         DECODE_PROMPT=20, DECODE_TOKENS=12, PEER_VOCAB=256, ENERGY_SECONDS=0.01,
     ).items():  # fmt: skip
         monkeypatch.setattr(engine_bench, name, value)
-    return ModelConfig.from_dict(engine_bench.V2_LITE)
+    return parse_config(engine_bench.V2_LITE)
 
 
 class Meter:
@@ -138,7 +138,7 @@ def test_rate_of_the_time_in_which_all_decode() -> None:
 
 
 class TestLayersThatFit:
-    config = ModelConfig.from_dict(engine_bench.V2_LITE)
+    config = parse_config(engine_bench.V2_LITE)
 
     def test_an_h200_holds_all(self) -> None:
         assert 29 * 2**30 < memory_bytes(self.config, 2) < 30 * 2**30, "15.7 B parameters in bf16"

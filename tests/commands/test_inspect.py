@@ -15,8 +15,8 @@ import pytest
 from irminsul_backend.commands.inspect import GIB, inspect_folder
 from irminsul_backend.commands.main import main
 from irminsul_backend.config import DEMO_MODEL
-from irminsul_backend.model import ModelConfig
-from irminsul_backend.model.weights import expected_shapes
+from irminsul_backend.model import parse_config
+from irminsul_backend.model.deepseek import expected_shapes
 
 LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 1,
@@ -53,7 +53,7 @@ def write_hollow(folder: Path, config: dict[str, Any], shards: int, float8: bool
         headers[index][name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, ends[index]]}
         where[name] = f"model-{index + 1:05}-of-{shards:06}.safetensors"
 
-    for i, (name, shape) in enumerate(expected_shapes(ModelConfig.from_dict(config)).items()):
+    for i, (name, shape) in enumerate(expected_shapes(parse_config(config)).items()):
         if float8 and name.endswith(("proj.weight", "mqa.weight")):
             add(i % shards, name, "F8_E4M3", 1, shape)
             add(i % shards, name + "_scale_inv", "F32", 4, [-(-size // 128) for size in shape])

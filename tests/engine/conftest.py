@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.engine import Engine
-from irminsul_backend.model import MLAModel, ModelConfig, load_model
+from irminsul_backend.model import MLAModel, load_model, parse_config
 from irminsul_backend.model.random_weights import random_weights
 from irminsul_backend.protocol import Event, GenerationRequest, Usage
 from irminsul_backend.request_spec import SamplingParams
@@ -142,7 +142,7 @@ def build_model(folder: Path, layers: int, **changes: Any) -> MLAModel:
     }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(values))
-    save_file(random_weights(ModelConfig.from_dict(values), seed=7), folder / "model.safetensors")
+    save_file(random_weights(parse_config(values), seed=7), folder / "model.safetensors")
     return load_model(folder)
 
 

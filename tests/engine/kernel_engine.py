@@ -13,7 +13,7 @@ from irminsul_backend.chunking import PRESETS, cut, fingerprint
 from irminsul_backend.engine import Engine
 from irminsul_backend.engine.batch import Piece
 from irminsul_backend.engine.runner import ModelRunner
-from irminsul_backend.model import MLAModel, deepseek
+from irminsul_backend.model import MLAModel, attention
 from irminsul_backend.protocol import Event, GenerationRequest
 from irminsul_backend.request_spec import SamplingParams
 
@@ -78,7 +78,7 @@ def steps(model: MLAModel) -> dict[str, list[float]]:
 
 def forward(runner: ModelRunner, pieces: list[Piece], base: np.ndarray) -> torch.Tensor:
     """A pass whose new rows are made by the kernel too, where attention is by kernels."""
-    with mock.patch.object(deepseek, "has_row_kernel", lambda x: runner.use_kernels):
+    with mock.patch.object(attention, "has_row_kernel", lambda x: runner.use_kernels):
         return runner.forward(pieces, base)
 
 

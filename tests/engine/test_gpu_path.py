@@ -21,7 +21,7 @@ from irminsul_backend.engine.batch import DecodeBuffer, Piece, batch_buckets, bu
 from irminsul_backend.engine.placement import GIB, gpu_capacity, refuse_weights, trial_step
 from irminsul_backend.engine.sampler import Sampler, sample, sample_on_device
 from irminsul_backend.errors import ServerStartError
-from irminsul_backend.model import MLAModel, load_model
+from irminsul_backend.model import MLAModel, load_model, parse_config
 from irminsul_backend.protocol import GenerationRequest
 from irminsul_backend.request_spec import SamplingParams
 
@@ -185,7 +185,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers, the second with experts; rows of 64 + 32, as the interpreter is slow."""
     from safetensors.torch import save_file
 
-    from irminsul_backend.model import ModelConfig
     from irminsul_backend.model.random_weights import random_weights
     from irminsul_backend.training.train import CONFIG
 
@@ -196,7 +195,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }  # fmt: skip
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(values))
-    save_file(random_weights(ModelConfig.from_dict(values), seed=7), path / "model.safetensors")
+    save_file(random_weights(parse_config(values), seed=7), path / "model.safetensors")
     return path
 
 

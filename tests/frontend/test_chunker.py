@@ -288,16 +288,16 @@ class TestModelFolder:
     @pytest.mark.parametrize(
         ("field", "value", "said"),
         [
-            ("vocab_size", ..., "is missing; it must be a whole number over 0"),
-            ("vocab_size", "many", "is 'many'; it must be a whole number over 0"),
-            ("max_position_embeddings", 0, "is 0; it must be a whole number over 0"),
+            ("vocab_size", ..., "is missing; it must be an integer, at least 1"),
+            ("vocab_size", "many", "is 'many'; it must be an integer, at least 1"),
+            ("max_position_embeddings", 0, "is 0; it must be an integer, at least 1"),
         ],
     )
     def test_a_bad_limit_is_named(self, folder: Path, field: str, value: Any, said: str) -> None:
         change_config(folder, **{field: value})
         with pytest.raises(UnsupportedModelError) as error:
             PromptPreparer(ServerConfig(model=str(folder)))
-        assert str(error.value) == f"{field} in {folder / 'config.json'} {said}"
+        assert str(error.value) == f"{folder / 'config.json'}: {field} {said}"
 
     def test_a_tokenizer_of_another_model(self, folder: Path) -> None:
         change_config(folder, vocab_size=1000)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from irminsul_backend.errors import InvalidRequestError
-from irminsul_backend.model import load_model
-from irminsul_backend.model import weights as weights_module
+from irminsul_backend.model import deepseek, load_model
+from irminsul_backend.model.float8 import scale_blocks
+from irminsul_backend.model.layout import copy_rotary
 from irminsul_backend.model.moe import MoE
 
 transformers = pytest.importorskip("transformers")
@@ -136,11 +137,10 @@ class TestLogits:
         reference = save_reference(tmp_path, *VARIANTS[variant])
         ids = random_ids(64)
         expected = reference_logits(reference, ids)
-        right = weights_module.copy_rotary
         monkeypatch.setattr(
-            weights_module,
+            deepseek,
             "copy_rotary",
-            lambda start, end, heads, dim, interleaved, ours, theirs: right(
+            lambda start, end, heads, dim, interleaved, ours, theirs: copy_rotary(
                 start, end, heads, dim, False, ours, theirs
             ),
         )
@@ -190,7 +190,7 @@ class TestFloat8Blocks:
             if name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight")):
                 blocks = [-(-size // 16) for size in weight.shape]
                 scale = torch.rand(blocks) * 0.01 + 0.001
-                full = weights_module.scale_blocks(torch.ones_like(weight), scale, (16, 16))
+                full = scale_blocks(torch.ones_like(weight), scale, (16, 16))
                 small = (weight / full).to(torch.float8_e4m3fn)
                 quantised[name], quantised[name + "_scale_inv"] = small, scale
                 tensors[name] = small.float() * full

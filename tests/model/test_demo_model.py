@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.model import MLAModel, load_model
+from irminsul_backend.model.attention import DenseContext
 from irminsul_backend.training.train import write_model
 from irminsul_backend.training.train_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE
 
@@ -70,7 +71,10 @@ class TestWeights:
             needle = maker.needle(hops, facts=18, fillers=6)
             prompt = tokenizer.encode(render(messages=needle.messages, add_generation_prompt=True)).ids
             reply = tokenizer.encode(needle.question.reply + "<|end|>").ids
-            said = model.logits(prompt + reply[:-1])[len(prompt) - 1 :].argmax(dim=-1)
+            ids = torch.tensor(prompt + reply[:-1])
+            context = DenseContext(model.config, len(ids), model.device)
+            hidden = model.forward(ids, torch.arange(len(ids)), context)
+            said = model.compute_logits(hidden[len(prompt) - 1 :]).argmax(dim=-1)
             right += said.tolist() == reply
         assert right >= bar * count
 

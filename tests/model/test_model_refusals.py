@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.model import ModelConfig, load_model
-from irminsul_backend.model.weights import expected_shapes
+from irminsul_backend.model import load_config, load_model, parse_config
+from irminsul_backend.model.deepseek import expected_shapes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -50,7 +50,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 def write_model(folder: Path, config: dict[str, Any] = CONFIG, **tensors: torch.Tensor | None) -> None:
     """A whole folder; `tensors` replace (or, if None, remove) those of the same name."""
-    weights = {name: torch.randn(shape) * 0.2 for name, shape in expected_shapes(ModelConfig.from_dict(config)).items()}
+    weights = {name: torch.randn(shape) * 0.2 for name, shape in expected_shapes(parse_config(config)).items()}
     weights |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file({n: w for n, w in weights.items() if tensors.get(n, w) is not None}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
@@ -83,13 +83,13 @@ class TestConfig:
             ("moe_layer_freq", 0, "moe_layer_freq is 0"),
             ("routed_scaling_factor", "2", "routed_scaling_factor is '2'"),
             ("quantization_config", {"quant_method": "gptq"}, "quantization_config.quant_method is 'gptq'"),
-            ("quantization_config", {"quant_method": "fp8"}, "quantization_config.weight_block_size is None"),
+            ("quantization_config", {"quant_method": "fp8"}, "quantization_config.weight_block_size is missing"),
             ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling.type is 'linear'"),
             ("rope_scaling", {**YARN, "factor": "4"}, "rope_scaling.factor is '4'"),
             ("rope_scaling", {**YARN, "factor": 0}, "rope_scaling.factor is 0"),
             ("rope_scaling", {**YARN, "mscale": -1}, "rope_scaling.mscale is -1"),
             ("rope_scaling", {**YARN, "long_factor": [1.0]}, "rope_scaling.long_factor is [1.0]"),
-            ("rope_scaling", {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings is None"),
+            ("rope_scaling", {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings is missing"),
             ("rope_scaling", "yarn", "rope_scaling is 'yarn'"),
             ("rope_parameters", {"rope_type": "llama3", "factor": 8.0}, "rope_parameters.type is 'llama3'"),
             ("rope_parameters", {"rope_type": "default", "rope_theta": 0}, "rope_parameters.rope_theta is 0"),
@@ -113,49 +113,49 @@ class TestConfig:
     )
     def test_field_and_value_are_named(self, field: str, value: Any, named: str) -> None:
         with pytest.raises(UnsupportedModelError) as caught:
-            ModelConfig.from_dict({**CONFIG, field: value})
+            parse_config({**CONFIG, field: value})
         assert named in str(caught.value)
 
     def test_every_problem_is_named_at_once(self) -> None:
         changes = {"hidden_act": "gelu", "vocab_size": 0, "index_topk": 1, "rope_scaling": {**YARN, "factor": -1}}
         with pytest.raises(UnsupportedModelError) as caught:
-            ModelConfig.from_dict({**CONFIG, **changes})
+            parse_config({**CONFIG, **changes})
         for part in ("hidden_act is 'gelu'", "vocab_size is 0", "index_topk is 1", "rope_scaling.factor is -1"):
             assert part in str(caught.value)
 
     def test_two_spellings_of_rope_must_agree(self) -> None:
         rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-        ModelConfig.from_dict({**CONFIG, "rope_scaling": rope, "rope_parameters": rope})
+        parse_config({**CONFIG, "rope_scaling": rope, "rope_parameters": rope})
         with pytest.raises(UnsupportedModelError, match=r"rope_scaling is .*keep one"):
-            ModelConfig.from_dict({**CONFIG, "rope_scaling": YARN, "rope_parameters": {**rope, "factor": 8.0}})
+            parse_config({**CONFIG, "rope_scaling": YARN, "rope_parameters": {**rope, "factor": 8.0}})
 
     def test_unknown_fields_are_named_in_the_log(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         write_model(tmp_path, {**CONFIG, "made_up": [1], "aux_loss_alpha": 0.1, "sliding_window": None})
-        ModelConfig.load(tmp_path)
+        load_config(tmp_path)
         assert [record.getMessage() for record in caplog.records] == ["config.json: not used: made_up = [1]"]
 
     def test_noaux_tc_ranks_groups_by_two_experts(self) -> None:
         with pytest.raises(UnsupportedModelError, match="n_group is 4"):
-            ModelConfig.from_dict({**CONFIG, "n_group": 4, "topk_group": 4})
+            parse_config({**CONFIG, "n_group": 4, "topk_group": 4})
 
     def test_model_type_decides_where_architectures_is_missing(self) -> None:
         raw = {**CONFIG, "architectures": None}
-        assert ModelConfig.from_dict({**raw, "model_type": "kimi_k2"}).architecture == "DeepseekV3ForCausalLM"
+        assert parse_config({**raw, "model_type": "kimi_k2"}).architecture == "DeepseekV3ForCausalLM"
         with pytest.raises(UnsupportedModelError, match="model_type is 'llama'"):
-            ModelConfig.from_dict({**raw, "model_type": "llama"})
+            parse_config({**raw, "model_type": "llama"})
 
     @pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "num_experts_per_tok", "v_head_dim"])
     def test_missing_field(self, missing: str) -> None:
-        with pytest.raises(UnsupportedModelError, match=f"{missing} is None"):
-            ModelConfig.from_dict({name: value for name, value in CONFIG.items() if name != missing})
+        with pytest.raises(UnsupportedModelError, match=f"{missing} is missing"):
+            parse_config({name: value for name, value in CONFIG.items() if name != missing})
 
     def test_dense_model_needs_no_expert_fields(self) -> None:
         raw = {name: value for name, value in CONFIG.items() if "expert" not in name and "topk" not in name}
-        config = ModelConfig.from_dict(raw)
+        config = parse_config(raw)
         assert not any(config.is_moe_layer(layer) for layer in range(config.num_layers))
 
     def test_moe_layer_freq(self) -> None:
-        config = ModelConfig.from_dict({**CONFIG, "num_hidden_layers": 6, "moe_layer_freq": 2})
+        config = parse_config({**CONFIG, "num_hidden_layers": 6, "moe_layer_freq": 2})
         assert [config.is_moe_layer(layer) for layer in range(6)] == [False, False, True, False, True, False]
 
 

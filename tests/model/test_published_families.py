@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from irminsul_backend.engine.runner import ModelRunner, Piece
 from irminsul_backend.errors import UnsupportedModelError
-from irminsul_backend.model import ModelConfig, load_model
-from irminsul_backend.model.model_config import unused_fields
+from irminsul_backend.model import load_model, parse_config
+from irminsul_backend.model.deepseek import expected_shapes
+from irminsul_backend.model.loading import unused_fields
 from irminsul_backend.model.moe import Router
-from irminsul_backend.model.weights import expected_shapes
 
 pytest.importorskip("transformers")
 
@@ -75,7 +75,7 @@ class TestEveryFamily:
 
     def test_every_published_field_is_understood(self, family: str, published: Configs) -> None:
         assert unused_fields(published[family]) == {}
-        config = ModelConfig.from_dict(published[family])
+        config = parse_config(published[family])
         assert config.row_size == 576
         assert [config.is_moe_layer(layer) for layer in range(4)] == [
             layer >= published[family]["first_k_dense_replace"] for layer in range(4)
@@ -99,7 +99,7 @@ class TestPublishedNames:
 
     def layer(self, config: dict[str, Any], index: int) -> dict[str, tuple[int, ...]]:
         start = f"model.layers.{index}."
-        shapes = expected_shapes(ModelConfig.from_dict(config))
+        shapes = expected_shapes(parse_config(config))
         return {name.removeprefix(start): shape for name, shape in shapes.items() if name.startswith(start)}
 
     def test_v2_lite(self, published: Configs) -> None:
@@ -147,7 +147,7 @@ class TestPublishedNames:
     )  # fmt: skip
     def test_all_weights_are_there(self, family: str, billions: float, published: Configs) -> None:
         """The sum of the shapes is the published number of parameters."""
-        shapes = expected_shapes(ModelConfig.from_dict(published[family]))
+        shapes = expected_shapes(parse_config(published[family]))
         assert sum(math.prod(shape) for shape in shapes.values()) / 1e9 == pytest.approx(billions, rel=0.02)
 
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from irminsul_backend.config import DEMO_MODEL
 from irminsul_backend.errors import IrminsulError
-from irminsul_backend.model import ModelConfig, load_model
+from irminsul_backend.model import load_model, parse_config
 from irminsul_backend.training import train
 from irminsul_backend.training.network import OFFSETS, Network, initial_weights
 from irminsul_backend.training.train import CONFIG, Stage, Trainer
@@ -40,7 +40,7 @@ def short_curriculum(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("length", [1, 70, 600])
 def test_the_trained_network_is_the_served_model(length: int, tmp_path: Path) -> None:
     """600: the fused attention that long sequences train with."""
-    config = ModelConfig.from_dict(SMALL)
+    config = parse_config(SMALL)
     weights = initial_weights(config, 3)
     for name, weight in weights.items():
         if weight.ndim == 1:  # norms begin as ones, which would hide one that is left out
@@ -57,7 +57,7 @@ def test_the_trained_network_is_the_served_model(length: int, tmp_path: Path) ->
 
 def test_the_first_layer_begins_by_looking_back() -> None:
     """Each head at its own place."""
-    config = ModelConfig.from_dict(CONFIG)
+    config = parse_config(CONFIG)
     weights = initial_weights(config, 1)
     seen: list[torch.Tensor] = []
     network = Network(config, weights)
@@ -77,7 +77,7 @@ def test_the_first_layer_begins_by_looking_back() -> None:
 
 
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    config = ModelConfig.from_dict(SMALL)
+    config = parse_config(SMALL)
     whole, first = Trainer(tokenizer, config), Trainer(tokenizer, config)
     for _ in range(4):
         whole.step()
@@ -95,7 +95,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tokenizer: Tokenizer,
 
 def test_replies_are_what_the_lesson_says(tokenizer: Tokenizer) -> None:
     """One hop: a word and the end. Two hops: bridge, colon, word, end."""
-    trainer = Trainer(tokenizer, ModelConfig.from_dict(SMALL))
+    trainer = Trainer(tokenizer, parse_config(SMALL))
     ids, hops = trainer.lessons(Stage(256, 0.5, 1))
     row, place, question = trainer.replies(ids)
     colon = tokenizer.encode(":").ids
@@ -113,13 +113,13 @@ def test_replies_are_what_the_lesson_says(tokenizer: Tokenizer) -> None:
 
 def test_steps_lower_the_loss(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "STAGES", (Stage(128, 0.0, 100),))
-    trainer = Trainer(tokenizer, ModelConfig.from_dict(SMALL))
+    trainer = Trainer(tokenizer, parse_config(SMALL))
     losses = [trainer.step() for _ in range(25)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
 def test_stopping_saves_after_the_step(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    config, stop = ModelConfig.from_dict(SMALL), threading.Event()
+    config, stop = parse_config(SMALL), threading.Event()
     trainer, state_file = Trainer(tokenizer, config), tmp_path / "state.pt"
     stop.set()
     assert not train.train(trainer, state_file, Console(quiet=True), stop)
@@ -135,4 +135,4 @@ def test_stopping_saves_after_the_step(tokenizer: Tokenizer, tmp_path: Path) -> 
 def test_a_damaged_state_is_refused_by_name(tokenizer: Tokenizer, tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "state.pt").write_bytes(damage)
     with pytest.raises(IrminsulError, match=r"state\.pt is no state"):
-        Trainer(tokenizer, ModelConfig.from_dict(SMALL)).resume(tmp_path / "state.pt")
+        Trainer(tokenizer, parse_config(SMALL)).resume(tmp_path / "state.pt")

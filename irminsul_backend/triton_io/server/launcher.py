@@ -182,7 +182,7 @@ def check_config(config: ServerConfig) -> None:
     """
     from irminsul_backend.chunking import PRESETS
     from irminsul_backend.engine import resolve_device
-    from irminsul_backend.model import ModelConfig
+    from irminsul_backend.model import load_config
     from irminsul_backend.text import ChatTemplate, Tokenizer
 
     if config.preset not in PRESETS:
@@ -203,7 +203,7 @@ def check_config(config: ServerConfig) -> None:
         raise ServerStartError(
             f"session_ttl_s is {config.session_ttl_s}; it must be over 0, at most {MAX_SESSION_TTL_S}"
         )
-    ModelConfig.load(config.model)
+    load_config(config.model)
     Tokenizer.load(config.model)
     ChatTemplate.load(config.model)
 
