@@ -125,13 +125,6 @@ class SamplingParams:
         high=(1 << 64) - 1,
     )
 
-    def validate(self) -> None:
-        """Raise InvalidRequestError naming the parameter, its value and the limit."""
-        for parameter in SAMPLING_INPUTS:
-            value = getattr(self, parameter.name)
-            if value is not None:
-                parameter.check(value)
-
 
 SAMPLING_INPUTS: tuple[Input, ...] = tuple(replace(f.metadata["input"], name=f.name) for f in fields(SamplingParams))
 """The fields of SamplingParams, in order."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,7 +139,7 @@ class Client:
         prints = fingerprint(ids, ends, namespace, self._preset.gram)
         key = f"bench {next(self._keys)}"
         request = GenerationRequest(
-            key=key, session_id=key, namespace=namespace, reuse=cast(Any, reuse),
+            key=key, session_id=key, namespace=namespace, reuse=reuse,
             sampling=SamplingParams(max_tokens=max_tokens),
         )  # fmt: skip
         running = Running(time.perf_counter())

@@ -124,9 +124,8 @@ class PICache:
             self.registry.publish(sequence)
 
     def append(self, sequence: CachedSequence, token_id: int) -> None:
-        """The answer has one more token, whose row is to be computed next; admission took a slot for it."""
-        sequence.token_ids[sequence.num_ids] = token_id
-        sequence.num_ids += 1
+        """The answer has one more token: the one after the written rows, to be computed next, in a slot it has."""
+        sequence.token_ids[sequence.length] = token_id
 
     def retire(self, sequence: CachedSequence) -> None:
         """The request has ended: cut the answer, keep [0, sequence.length) as a donor, give back the rest."""

@@ -31,8 +31,6 @@ class CachedSequence:
     fingerprints: np.ndarray
     """uint64 [chunks]"""
     prompt_length: int = field(init=False)
-    num_ids: int = field(init=False)
-    """Ids known so far: the prompt's and what was appended. Rows [length, num_ids) are still to be computed."""
     gram: int = 0
     """Ids that each fingerprint covers, up to its chunk's end; 0 = the chunk (``Preset.gram``)."""
     length: int = 0
@@ -46,7 +44,7 @@ class CachedSequence:
     """First position whose generation is not 0, or the size."""
 
     def __post_init__(self) -> None:
-        self.prompt_length = self.num_ids = int(self.chunk_ends[-1]) if len(self.chunk_ends) else 0
+        self.prompt_length = int(self.chunk_ends[-1]) if len(self.chunk_ends) else 0
         inexact = self.generation > 0
         self.first_inexact = int(inexact.argmax()) if inexact.any() else len(inexact)
 

@@ -93,6 +93,8 @@ class ReusePolicy(ABC):
 
     name: str
     """As requests name it: one of ``request_spec.REUSE_POLICIES``."""
+    takes_prefix: bool
+    """Whether a prefix may be taken, as far as `prefix_length` says; if not, none is looked for."""
     takes_content: bool
     """Whether chunks found at any place may be taken, after the prefix."""
 

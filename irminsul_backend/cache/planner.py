@@ -56,9 +56,11 @@ def plan(
     """
     last = len(token_ids) - 1
     segments: list[Segment] = []
-    known = registry.find_prefix(namespace, token_ids)
-    donors = [*also_try, *([known] if known else [])]
-    prefix, donor = _longest_prefix(token_ids[:last], donors, policy)
+    prefix, donor = 0, None
+    if policy.takes_prefix:  # looking for one hashes the whole prompt
+        known = registry.find_prefix(namespace, token_ids)
+        donors = [*also_try, *([known] if known else [])]
+        prefix, donor = _longest_prefix(token_ids[:last], donors, policy)
     if donor is not None:
         segments.append(Segment(0, prefix, donor, 0, True))
     if not policy.takes_content:

@@ -10,6 +10,7 @@ class Off(ReusePolicy):
     """Compute everything."""
 
     name = "off"
+    takes_prefix = False
     takes_content = False
 
     def prefix_length(self, donor: CachedSequence) -> int:
@@ -20,6 +21,7 @@ class Exact(ReusePolicy):
     """The longest prefix whose rows equal those of a full prefill."""
 
     name = "exact"
+    takes_prefix = True
     takes_content = False
 
     def prefix_length(self, donor: CachedSequence) -> int:
@@ -30,6 +32,7 @@ class Content(ReusePolicy):
     """The longest prefix, exact or not, then chunks found anywhere."""
 
     name = "content"
+    takes_prefix = True
     takes_content = True
 
     def prefix_length(self, donor: CachedSequence) -> int:

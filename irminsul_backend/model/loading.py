@@ -25,18 +25,22 @@ logger = logging.getLogger(__name__)
 
 def try_config(raw: Mapping[str, Any]) -> tuple[ModelConfig | None, list[str]]:
     """Read the object of config.json: the config, or None and all its problems, each with field, value and limit."""
-    read = FieldReader(raw)
-    architecture = find_architecture(read)
-    config = ARCHITECTURES[architecture].read_config(read, architecture)
+    config, read = _read_config(raw)
     return (None if read.problems else config), read.problems
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the object of config.json; raises UnsupportedModelError naming every field that is not understood."""
-    config, problems = try_config(raw)
-    if config is None:
-        raise UnsupportedModelError(f"config.json: {'; also '.join(problems)}")
+    config, read = _read_config(raw)
+    read.check("config.json")
     return config
+
+
+def _read_config(raw: Mapping[str, Any]) -> tuple[ModelConfig, FieldReader]:
+    """The config, which means nothing where the reader has problems, and the reader."""
+    read = FieldReader(raw)
+    architecture = find_architecture(read)
+    return ARCHITECTURES[architecture].read_config(read, architecture), read
 
 
 def load_config(folder: str | Path) -> ModelConfig:

@@ -105,7 +105,7 @@ class Harness:
             key=pending.key,
             session_id=session or pending.key,
             namespace=namespace,
-            reuse=reuse,  # type: ignore[arg-type]
+            reuse=reuse,
             sampling=SamplingParams(max_tokens=max_tokens, **sampling),
             return_log_probs=True,
             **fields,
