@@ -118,7 +118,7 @@ class PICache:
         return Admission(sequence, segments, holes)
 
     def advance(self, sequence: CachedSequence, length: int) -> None:
-        """Record that rows [0, length) are written. Others may reuse the prompt's at once, the output's once retired."""
+        """Mark rows [0, length) as written. Others may reuse the prompt's at once, the output's once retired."""
         is_prompt = sequence.length < sequence.prompt_length
         sequence.length = length
         if is_prompt:
