@@ -35,7 +35,7 @@ def pinned(array: np.ndarray, device: torch.device) -> Tensor:
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
     """int64 tensors on the device, one copy for all of them."""
     packed = pinned(np.concatenate(arrays, dtype=np.int64), device).to(device, non_blocking=True)
-    return packed.split([len(a) for a in arrays])
+    return tuple(torch.split(packed, [len(a) for a in arrays]))
 
 
 def batch_buckets(most: int) -> list[int]:
