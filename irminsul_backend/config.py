@@ -14,6 +14,7 @@ from pathlib import Path
 from irminsul_backend.errors import ServerStartError
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
+MAX_SESSION_TTL_S = 3600.0
 PREFIX = "IRMINSUL_"
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 """What a variable of a yes-or-no setting may hold, in any case."""
@@ -51,6 +52,9 @@ class ServerConfig:
     threads: int = 0
     """torch threads of the engine; 0 = one per core."""
     log_level: str = "INFO"
+    text_special_tokens: bool = True
+    """Whether special tokens that are written in `text_input` are tokens rather than text, where the request does not
+    say so (`allow_special_tokens`)."""
 
     @classmethod
     def from_env(cls, env: dict[str, str] | None = None) -> ServerConfig:

@@ -14,7 +14,7 @@ def make_chunker() -> ChunkerModel:
 
     config = ServerConfig.from_env()
     set_up_logging(config)
-    return ChunkerModel(PromptPreparer(config))
+    return ChunkerModel(PromptPreparer(config), max_waiting_bytes=16 * config.max_text_bytes)
 
 
 def make_engine() -> EngineModel:

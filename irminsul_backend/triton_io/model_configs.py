@@ -1,4 +1,9 @@
-"""The configurations of the Triton models, made from the tensors at the border. `make generate` writes them."""
+"""The configurations of the Triton models, made from the tensors at the border. `make generate` writes them.
+
+None has `sequence_batching`: a request carries its correlation id and flags without it, and the batcher would let
+every new sequence wait, with neither limit nor message, once as many are open as it has slots. `frontend.sessions`
+keeps the rules of sessions instead.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +19,8 @@ from irminsul_backend.triton_io.tensors import (
     TensorSpec,
 )
 
-MAX_SESSION_TTL_S = 3600.0
-"""Triton forgets an idle sequence after this long, so no session may be kept for longer."""
-MAX_SEQUENCES = 16384
-
 _DECOUPLED = "model_transaction_policy { decoupled: true }\n"
 _ONE_INSTANCE = "instance_group [ { kind: KIND_CPU, count: 1 } ]\n"
-_SEQUENCES = f"""sequence_batching {{
-  oldest {{ max_candidate_sequences: {MAX_SEQUENCES} }}
-  max_sequence_idle_microseconds: {MAX_SESSION_TTL_S * 1e6:.0f}
-}}
-"""
 _ENGINE_OUTPUT = {"output_ids": "engine_output_ids", "output_log_probs": "engine_output_log_probs", "event": "event"}
 """Names inside the ensemble; without the prefix they would be the ensemble's own outputs."""
 
@@ -34,7 +30,7 @@ def model_configs() -> dict[str, str]:
     endpoint_inputs = (*REQUEST_INPUTS, *SESSION_INPUTS)
     return {
         "irminsul": _config("irminsul", REQUEST_INPUTS, RESPONSE_OUTPUTS, scheduling=_ensemble()),
-        "irminsul_chunker": _config("irminsul_chunker", REQUEST_INPUTS, PLAN_TENSORS, scheduling=_SEQUENCES),
+        "irminsul_chunker": _config("irminsul_chunker", REQUEST_INPUTS, PLAN_TENSORS, decoupled=True),
         "irminsul_engine": _config("irminsul_engine", (*PLAN_TENSORS, CONTROL_INPUT), EVENT_TENSORS, decoupled=True),
         "irminsul_detokenizer": _config(
             "irminsul_detokenizer", EVENT_TENSORS, RESPONSE_OUTPUTS, decoupled=True, optional=False

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, IrminsulError
 from irminsul_backend.frontend.replies import TranscriptTable
+from irminsul_backend.frontend.work_queue import WorkQueue
 from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
 from irminsul_backend.triton_io.engine_interface import EngineInterface
 from irminsul_backend.triton_io.events import Outgoing, hold_back, merge, pack_event, unpack_event
@@ -33,7 +35,8 @@ from irminsul_backend.triton_io.tensors import (
 )
 
 if TYPE_CHECKING:
-    from irminsul_backend.frontend.chunker import PromptPreparer
+    from irminsul_backend.frontend.chunker import Prepared, PromptPreparer
+    from irminsul_backend.frontend.sessions import SessionId
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 START = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
@@ -62,37 +65,104 @@ def refuse(error: Exception) -> pb_utils.InferenceResponse:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
 
 
+class _Preparation(NamedTuple):
+    """One request at the chunker."""
+
+    sender: pb_utils.InferenceResponseSender
+    fields: dict[str, Any] | InvalidRequestError
+    """The inputs, or why they cannot be read."""
+    session: SessionId | None
+    start: bool
+    end: bool
+
+
 class ChunkerModel:
-    """Turns a request into token ids, chunk ends, fingerprints and a GenerationRequest. Holds the sessions."""
+    """Turns a request into token ids, chunk ends, fingerprints and a GenerationRequest. Holds the sessions.
 
-    def __init__(self, preparer: PromptPreparer) -> None:
+    `execute` only queues: a long text would keep all other requests waiting while it is tokenised. Requests of one
+    session are prepared and sent in order. One thread makes and sends every response.
+    """
+
+    def __init__(self, preparer: PromptPreparer, max_waiting_bytes: int = 1 << 26) -> None:
         self._preparer = preparer
+        self._queue = WorkQueue(self._prepare, max_waiting_bytes)
+        self._outbox: queue.SimpleQueue[tuple[pb_utils.InferenceResponseSender, Prepared | Exception] | None] = (
+            queue.SimpleQueue()
+        )
+        self._sender = threading.Thread(target=self._send_all, name="irminsul-sender", daemon=True)
+        self._sender.start()
 
-    def execute(self, requests: list[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
-        return [self._one(request) for request in requests]
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._submit(request, sender)
+            except Exception as error:
+                self._outbox.put((sender, error))
 
     def finalize(self) -> None:
-        """Nothing to give back."""
+        for preparation in self._queue.close():
+            self._outbox.put((preparation.sender, IrminsulError("the server is shutting down")))
+        self._outbox.put(None)
+        self._sender.join(timeout=2)
 
-    def _one(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
-        session_id, flags = str(request.correlation_id()), request.flags()
-        start, end = bool(flags & START), bool(flags & END)
+    def _submit(self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender) -> None:
+        session, flags = request.correlation_id() or None, request.flags()
+        fields: dict[str, Any] | InvalidRequestError
         try:
-            try:
-                fields = read_fields(request, REQUEST_INPUTS)
-            except InvalidRequestError:
-                self._preparer.sessions.enter(session_id, start, end)  # its flags count, as those of any bad request
-                raise
-            prepared = self._preparer.prepare(fields, session_id, start, end)
+            fields = {name: _own(value) for name, value in read_fields(request, REQUEST_INPUTS).items()}
+            size = sum(map(_size, fields.values()))
+        except InvalidRequestError as error:
+            fields, size = error, 0
+        preparation = _Preparation(sender, fields, session, bool(flags & START), bool(flags & END))
+        self._queue.submit(preparation, size, session)
+
+    def _prepare(self, preparation: _Preparation) -> None:
+        self._outbox.put((preparation.sender, self._result(*preparation[1:])))
+
+    def _result(
+        self, fields: dict[str, Any] | InvalidRequestError, session: SessionId | None, start: bool, end: bool
+    ) -> Prepared | Exception:
+        try:
+            if isinstance(fields, InvalidRequestError):
+                self._preparer.sessions.enter(session, start, end)  # its flags count, as those of any bad request
+                return fields
+            return self._preparer.prepare(fields, session, start, end)
         except Exception as error:
-            return refuse(error)
-        values = {
-            "token_ids": prepared.token_ids,
-            "chunk_ends": prepared.chunk_ends,
-            "fingerprints": prepared.fingerprints,
-            "request": prepared.request.pack(),
-        }
-        return respond(PLAN_TENSORS, values)
+            return error
+
+    def _send_all(self) -> None:
+        while (item := self._outbox.get()) is not None:
+            self._send(*item)
+            del item  # freed by this thread, before it waits
+
+    def _send(self, sender: pb_utils.InferenceResponseSender, result: Prepared | Exception) -> None:
+        try:
+            sender.send(refuse(result) if isinstance(result, Exception) else _plan(result), flags=FINAL)
+        except Exception:
+            logger.exception("a prepared request was not sent")
+
+
+def _own(value: Any) -> Any:
+    """Copy what lies in the request's shared memory, which ends with `execute`."""
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _size(value: Any) -> int:
+    """Size in bytes of an input's value, for the order in which requests are prepared."""
+    if isinstance(value, list):
+        return sum(map(len, value))
+    return len(value) if isinstance(value, bytes) else getattr(value, "nbytes", 0)
+
+
+def _plan(prepared: Prepared) -> pb_utils.InferenceResponse:
+    values = {
+        "token_ids": prepared.token_ids,
+        "chunk_ends": prepared.chunk_ends,
+        "fingerprints": prepared.fingerprints,
+        "request": prepared.request.pack(),
+    }
+    return respond(PLAN_TENSORS, values)
 
 
 class EngineModel:

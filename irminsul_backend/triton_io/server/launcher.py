@@ -20,9 +20,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 
-from irminsul_backend.config import ServerConfig
+from irminsul_backend.config import MAX_SESSION_TTL_S, ServerConfig
 from irminsul_backend.errors import ServerStartError
-from irminsul_backend.triton_io.model_configs import MAX_SESSION_TTL_S
 from irminsul_backend.triton_io.server.installation import (
     Installation,
     check_installation,
