@@ -75,7 +75,7 @@ class PromptPreparer:
         self.template = ChatTemplate.load(config.model)
         self.sessions = SessionTable(config.session_ttl_s, clock)
 
-    def prepare(self, fields: dict[str, Any], session_id: SessionId | None, start: bool, end: bool) -> Prepared:
+    def prepare(self, fields: dict[str, Any], session_id: SessionId | None, start: bool | None, end: bool) -> Prepared:
         """Check one request and prepare its prompt.
 
         Args:
@@ -83,6 +83,7 @@ class PromptPreparer:
                 int32 [n] for input_ids.
             session_id: the correlation id, or None for a request without a session.
             start, end: the request's sequence flags; they take effect even if the request is refused afterwards.
+                start None: open the session if it is not open.
 
         Raises:
             SessionError: the session does not allow this request.

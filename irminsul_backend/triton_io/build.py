@@ -5,7 +5,8 @@ from __future__ import annotations
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.protocol import GenerationRequest
-from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, EngineModel, set_up_logging
+from irminsul_backend.triton_io.engine_model import EngineModel
+from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, set_up_logging
 
 
 def make_chunker() -> ChunkerModel:
@@ -26,7 +27,7 @@ def make_engine() -> EngineModel:
     set_up_logging(config)
     engine = Engine.from_config(config)
     engine.start()
-    return EngineModel(engine, EngineMetrics(engine).count, config.stream_interval_ms / 1000)
+    return EngineModel(engine, EngineMetrics(engine), config.stream_interval_ms / 1000)
 
 
 def make_detokenizer() -> DetokenizerModel:
