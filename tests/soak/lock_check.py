@@ -8,6 +8,7 @@ do the same, but the stub starts its interpreter in isolated mode, which ignores
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -44,3 +45,10 @@ def variables(folder: Path) -> Mapping[str, str] | None:
 def crashes(log: list[str]) -> list[str]:
     """The lines of a server's log that tell of a crash."""
     return [line for line in log if any(words in line for words in CRASHES)]
+
+
+def segfaults(processes: set[int]) -> list[str]:
+    """The lines of the kernel's log that tell of a segfault of one of these processes; none if it cannot be read."""
+    log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace").stdout
+    found = re.finditer(r"^.*\[(\d+)\]: segfault.*$", log, re.MULTILINE)
+    return [match[0] for match in found if int(match[1]) in processes]

@@ -16,6 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.triton_io.server.launcher import Ports, start_server
 from tests.soak import lock_check, traffic
@@ -26,10 +28,11 @@ def one_life(seconds: float, all_clients: bool, seed: int) -> tuple[int, list[st
     clients = traffic.CLIENTS if all_clients else (traffic.whole_answers,) * 3
     server = start_server(replace(ServerConfig.from_env(), log_level="WARNING", threads=1), ports=Ports())
     try:
+        processes = {child.pid for child in psutil.Process(server.process.pid).children(recursive=True)}
         counts, failures = traffic.run(server, clients, seconds, seed)
     finally:
         server.stop()
-    return counts.total(), failures + lock_check.crashes(list(server.log))
+    return counts.total(), failures + lock_check.crashes(list(server.log)) + lock_check.segfaults(processes)
 
 
 def main() -> int:
