@@ -149,6 +149,7 @@ class TestChunker:
         chunker.execute([lost])
         chunker.execute([good])
         assert not good.sender.errors()
+        chunker.finalize()
         assert "no shared memory" in caplog.text
 
     def test_what_waits_at_the_end_is_told(self, border: Any, make_request: Any) -> None:
