@@ -52,9 +52,9 @@ class ServerConfig:
     threads: int = 0
     """torch threads of the engine; 0 = one per core."""
     log_level: str = "INFO"
-    text_special_tokens: bool = True
-    """Whether special tokens that are written in `text_input` are tokens rather than text, where the request does not
-    say so (`allow_special_tokens`)."""
+    escape_special_tokens: bool = False
+    """If set, what is written like a special token is text in `text_input` too, unless the request allows it
+    (`allow_special_tokens`)."""
 
     @classmethod
     def from_env(cls, env: dict[str, str] | None = None) -> ServerConfig:

@@ -115,6 +115,13 @@ class Stream:
             self.receive(timeout)
         return wanted
 
+    def refusals(self, ids: list[str], timeout: float = 60) -> list[str]:
+        """Wait for the errors of these requests, all of which must fail and be the only ones that are open."""
+        errors = [self._results.get(timeout=timeout)[1] for _ in ids]
+        assert None not in errors
+        self._answers.clear()
+        return [error.message() for error in errors]
+
     def ask(self, timeout: float = 60, **request: Any) -> Answer:
         """Send one request and wait for all of its responses."""
         return self.answers([self.send(**request)], timeout)[0]

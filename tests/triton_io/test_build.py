@@ -40,7 +40,8 @@ def load(border: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_prompt_goes_through_all_three_steps(load: Any, make_request: Any, backend_utils: Any) -> None:
     chunker, engine, detokenizer = (load(f"irminsul_{name}") for name in ("chunker", "engine", "detokenizer"))
     request = make_request("s", START | END, text_input="hello there", max_tokens=3, ignore_eos=True)
-    (plan,) = chunker.execute([request])
+    chunker.execute([request])
+    (plan,) = request.sender.wait()
     generation = backend_utils.InferenceRequest(inputs=plan.output_tensors())
     engine.execute([generation])
     replies = []

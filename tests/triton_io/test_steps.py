@@ -24,23 +24,48 @@ START, END = 1, 2
 
 class TestChunker:
     @pytest.fixture
-    def chunker(self, border: Any) -> Any:
-        return border("steps").ChunkerModel(PromptPreparer(ServerConfig()))
+    def chunker(self, border: Any) -> Iterator[Any]:
+        chunker = border("steps").ChunkerModel(PromptPreparer(ServerConfig()))
+        yield chunker
+        chunker.finalize()
 
-    def test_a_plan(self, chunker: Any, make_request: Any, backend_utils: Any) -> None:
-        (response,) = chunker.execute([make_request(7, START | END, text_input="hello there", max_tokens=3)])
+    @pytest.mark.parametrize(("session", "key"), [(7, "7"), ("7", '"7"'), ("agent-7/α", '"agent-7/α"')])
+    def test_a_plan(self, chunker: Any, make_request: Any, backend_utils: Any, session: int | str, key: str) -> None:
+        request = make_request(session, START | END, text_input="hello there", max_tokens=3)
+        chunker.execute([request])
+        (response,) = request.sender.wait()
         outputs = backend_utils.outputs(response)
-        request = GenerationRequest.unpack(outputs["request"])
-        assert (request.session_id, request.sampling.max_tokens) == ("7", 3)
+        packed = GenerationRequest.unpack(outputs["request"])
+        assert (packed.session_id, packed.sampling.max_tokens) == (key, 3)
         assert outputs["chunk_ends"][-1] == len(outputs["token_ids"]) > 0
         assert len(outputs["fingerprints"]) == len(outputs["chunk_ends"])
 
+    def test_a_request_needs_no_session(self, chunker: Any, make_request: Any, backend_utils: Any) -> None:
+        requests = [make_request(0, 0, text_input="x") for _ in range(2)]
+        chunker.execute(requests)
+        plans = [backend_utils.outputs(request.sender.wait()[0]) for request in requests]
+        one, other = (GenerationRequest.unpack(plan["request"]).session_id for plan in plans)
+        assert one != other
+
     def test_a_bad_request_fails_alone(self, chunker: Any, make_request: Any) -> None:
-        bad, good = chunker.execute(
-            [make_request("a", START | END, text_input=""), make_request("b", START | END, text_input="x")]
-        )
-        assert "empty" in bad.error().message()
-        assert not good.has_error()
+        bad, good = make_request("a", START | END, text_input=""), make_request("b", START | END, text_input="x")
+        chunker.execute([bad, good])
+        assert "empty" in bad.sender.errors()[0]
+        assert not good.sender.errors()
+
+    def test_turns_of_one_session_are_sent_in_order(self, chunker: Any, make_request: Any) -> None:
+        """The large turn is prepared first although small ones wait; other sessions do not."""
+        order: list[str] = []
+        large = "word " * 40_000
+        turns = [make_request("s", START * (n == 0), text_input=large if n == 0 else "x") for n in range(3)]
+        other = make_request("t", START | END, text_input="x")
+        for name, request in zip(("0", "1", "2", "other"), [*turns, other], strict=True):
+            note = request.sender.ended.set
+            request.sender.ended.set = lambda note=note, name=name: (order.append(name), note())
+        chunker.execute([*turns, other])
+        assert not any(error for request in (*turns, other) for error in request.sender.errors())
+        assert [name for name in order if name != "other"] == ["0", "1", "2"]
+        assert order[0] == "other"
 
     def test_the_flags_of_a_batch_count_as_those_of_any_bad_request(
         self, chunker: Any, make_request: Any, backend_utils: Any
@@ -49,8 +74,8 @@ class TestChunker:
             request = make_request("s", flags, max_tokens=1)
             text = backend_utils.Tensor("text_input", np.array([[b"x"]] * rows, np.object_))
             request.inputs().append(text)
-            (response,) = chunker.execute([request])
-            return response.error().message() if response.has_error() else ""
+            chunker.execute([request])
+            return "".join(request.sender.errors())
 
         assert "shape [2, 1]" in ask(START, rows=2)
         assert ask(0) == ""
@@ -66,9 +91,56 @@ class TestChunker:
                 raise KeyError("defect")
 
         chunker = border("steps").ChunkerModel(Broken())
-        (response,) = chunker.execute([make_request("a", START, text_input="x")])
-        assert response.error().message() == "KeyError: 'defect'"
+        request = make_request("a", START, text_input="x")
+        chunker.execute([request])
+        assert request.sender.errors() == ["KeyError: 'defect'"]
         assert "KeyError" in caplog.text
+        chunker.finalize()
+
+    def test_a_send_that_fails_loses_no_other_request(
+        self, chunker: Any, make_request: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lost, good = make_request("a", START | END, text_input="x"), make_request("b", START | END, text_input="x")
+        lost.sender.failures.append(RuntimeError("no shared memory"))
+        chunker.execute([lost])
+        chunker.execute([good])
+        assert not good.sender.errors()
+        chunker.finalize()
+        assert "no shared memory" in caplog.text
+
+    def test_what_waits_at_the_end_is_told(self, border: Any, make_request: Any) -> None:
+        class Slow:
+            begun, go = threading.Event(), threading.Event()
+
+            def prepare(self, *_: Any) -> Any:
+                self.begun.set()
+                assert self.go.wait(10)
+                raise InvalidRequestError("slow")
+
+        slow = Slow()
+        chunker = border("steps").ChunkerModel(slow)
+        requests = [make_request("s", START * (n == 0), text_input="x") for n in range(3)]
+        chunker.execute(requests)
+        assert slow.begun.wait(10)
+        threading.Timer(0.05, slow.go.set).start()
+        chunker.finalize()
+        assert requests[0].sender.errors() == ["slow"]
+        assert [request.sender.errors() for request in requests[1:]] == [["the server is shutting down"]] * 2
+
+    def test_too_many_bytes_are_refused_at_once(self, border: Any, make_request: Any) -> None:
+        class Slow:
+            go = threading.Event()
+
+            def prepare(self, *_: Any) -> Any:
+                assert self.go.wait(10)
+                raise InvalidRequestError("slow")
+
+        chunker = border("steps").ChunkerModel(Slow(), max_waiting_bytes=1000)
+        first, second = (make_request(0, 0, text_input="x" * 600) for _ in range(2))
+        chunker.execute([first, second])
+        assert "at most 4096 and 1000 bytes may; send the request again in 1 s" in second.sender.errors()[0]
+        Slow.go.set()
+        assert first.sender.errors() == ["slow"]
         chunker.finalize()
 
 
