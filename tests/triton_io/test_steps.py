@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_engine import FakeEngine, finished, opened, sealed_event, sealed_packet, tokens
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError
 from irminsul_backend.frontend.chunker import PromptPreparer
 from irminsul_backend.frontend.replies import TranscriptTable
-from irminsul_backend.protocol import Event, GenerationRequest, Usage
+from irminsul_backend.protocol import Event, GenerationRequest
 from irminsul_backend.triton_io.events import pack_event
+from irminsul_backend.triton_io.sealing import unseal
+from irminsul_backend.triton_io.tensors import CONTROL_INPUT, EVENT_TENSORS, PLAN_TENSORS
 
 START, END = 1, 2
 
@@ -34,7 +38,7 @@ class TestChunker:
         request = make_request(session, START | END, text_input="hello there", max_tokens=3)
         chunker.execute([request])
         (response,) = request.sender.wait()
-        outputs = backend_utils.outputs(response)
+        outputs = opened(PLAN_TENSORS, response)
         packed = GenerationRequest.unpack(outputs["request"])
         assert (packed.session_id, packed.sampling.max_tokens) == (key, 3)
         assert outputs["chunk_ends"][-1] == len(outputs["token_ids"]) > 0
@@ -43,9 +47,53 @@ class TestChunker:
     def test_a_request_needs_no_session(self, chunker: Any, make_request: Any, backend_utils: Any) -> None:
         requests = [make_request(0, 0, text_input="x") for _ in range(2)]
         chunker.execute(requests)
-        plans = [backend_utils.outputs(request.sender.wait()[0]) for request in requests]
+        plans = [opened(PLAN_TENSORS, request.sender.wait()[0]) for request in requests]
         one, other = (GenerationRequest.unpack(plan["request"]).session_id for plan in plans)
         assert one != other
+
+    def test_the_input_session_id_opens_a_session_and_session_end_ends_it(
+        self, chunker: Any, make_request: Any
+    ) -> None:
+        def ask(session: int | str = 0, flags: int = 0, **inputs: Any) -> str:
+            request = make_request(session, flags, text_input="x", **inputs)
+            chunker.execute([request])
+            return "".join(request.sender.errors())
+
+        assert [ask(session_id="s") for _ in range(2)] == ["", ""]
+        assert "already open" in ask("s", START), "it is the session that a correlation id names"
+        assert ask("s", 0) == ""
+        assert ask("another", START, session_id="s", session_end=True) == "", "the input comes first"
+        assert "unknown or expired" in ask("s", 0)
+        assert "unknown or expired" in ask("another", 0)
+
+    @pytest.mark.parametrize(
+        ("session", "words"),
+        [
+            (b"a\xff", "session_id is not UTF-8: byte 1 is 0xff"),
+            ("", "session_id is empty; leave it out"),
+            ("x" * 129, "at most 128"),
+        ],
+    )
+    def test_a_bad_session_id_is_refused(self, session: Any, words: str, chunker: Any, make_request: Any) -> None:
+        request = make_request(text_input="x", session_id=session)
+        chunker.execute([request])
+        assert words in request.sender.errors()[0]
+
+    def test_outputs_that_nobody_asked_for_are_held_while_they_are_dropped(
+        self, chunker: Any, make_request: Any, backend_utils: Any
+    ) -> None:
+        request = make_request(text_input="x", outputs=["request"])
+        chunker.execute([request])
+        assert list(backend_utils.outputs(request.sender.wait()[0])) == ["request"]
+
+    def test_a_large_plan_that_cannot_be_sent_becomes_an_error(
+        self, chunker: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys.modules["irminsul_backend.triton_io.steps"], "LARGE_BYTES", 10)
+        request = make_request(text_input="x")
+        request.sender.failures = [RuntimeError("no shared memory")]
+        chunker.execute([request])
+        assert request.sender.errors() == ["RuntimeError: no shared memory"]
 
     def test_a_bad_request_fails_alone(self, chunker: Any, make_request: Any) -> None:
         bad, good = make_request("a", START | END, text_input=""), make_request("b", START | END, text_input="x")
@@ -168,7 +216,8 @@ class TestDetokenizer:
         def engine(request: Any) -> list[Any]:
             assert request.model_name == "irminsul_engine"
             (tensor,) = request.inputs()
-            commands.append(json.loads(tensor.as_numpy().item()))
+            packet = {CONTROL_INPUT.name: tensor.as_numpy().item()}
+            commands.append(json.loads(unseal((CONTROL_INPUT,), packet)[CONTROL_INPUT.name]))
             if commands[-1]["stop"] == "refused":
                 return [backend_utils.InferenceResponse(error=backend_utils.TritonError("the engine is closed"))]
             if commands[-1]["stop"] == "broken":
@@ -186,10 +235,10 @@ class TestDetokenizer:
 
     @pytest.fixture
     def feed(self, model: Any, make_request: Any) -> Callable[..., Any]:
-        def one(event: Event, cancelled: bool = False) -> Any:
-            data = {"output_ids": event.token_ids, "output_log_probs": event.log_probs, "event": pack_event(event)}
-            request = make_request(**data)
+        def one(event: Event, cancelled: bool = False, failures: Sequence[Exception] = ()) -> Any:
+            request = make_request(**sealed_event(event))
             request.sender.cancelled = cancelled
+            request.sender.failures = list(failures)
             model.execute([request])
             return request.sender
 
@@ -236,17 +285,48 @@ class TestDetokenizer:
         model.finalize()
         assert told == [{"stop": "a", "reason": "cancelled"}]
 
-    def test_a_defect_in_one_event_fails_that_alone(self, model: Any, make_request: Any, feed: Any) -> None:
-        broken = make_request(output_ids=[], output_log_probs=[], event="no json")
-        admitted = make_request(output_ids=[], output_log_probs=[], event=pack_event(self.admitted()))
+    def test_what_a_client_made_up_is_refused_and_changes_nothing(
+        self, model: Any, make_request: Any, feed: Any, told: list[Any]
+    ) -> None:
+        feed(self.admitted()).wait()
+        made_up = sealed_event(Event("a", 1, "error", error="x"))
+        for change in ({"event": pack_event(Event("a", 1, "error", error="x"))}, {"output_ids": [1]}, {"event": ""}):
+            request = make_request(**{**made_up, **change})
+            model.execute([request])
+            assert request.sender.errors()[0].startswith("event does not come from this server")
+        assert feed(finished(index=1)).errors() == []
+        model.finalize()
+        assert told == []
+
+    def test_a_defect_in_one_event_fails_that_alone(self, model: Any, make_request: Any, told: list[Any]) -> None:
+        broken = make_request(**sealed_packet(EVENT_TENSORS, output_ids=[], output_log_probs=[], event="no json"))
+        admitted = make_request(**sealed_event(self.admitted()))
         model.execute([broken, admitted])
         (message,) = broken.sender.errors()
         assert message.startswith("JSONDecodeError")
         assert admitted.sender.errors() == []
+        model.finalize()
+        assert told == []
 
-    @pytest.mark.parametrize(
-        ("key", "words"), [("refused", "stop was refused: the engine is closed"), ("broken", "stop was not sent")]
-    )
+    def test_a_response_that_cannot_be_sent_stops_the_engine_and_loses_no_other(
+        self, model: Any, make_request: Any, feed: Any, told: list[Any]
+    ) -> None:
+        for key in ("lost", "kept"):
+            feed(self.admitted(key)).wait()
+        lost, kept = (make_request(**sealed_event(tokens(1, key=key, index=1))) for key in ("lost", "kept"))
+        lost.sender.failures = [RuntimeError("the pipe is broken")]
+        model.execute([lost, kept])
+        assert kept.sender.errors() == []
+        model.finalize()
+        assert told == [{"stop": "lost", "reason": "cancelled"}]
+
+    def test_a_large_response_that_cannot_be_sent_becomes_an_error(self, feed: Any, monkeypatch: Any) -> None:
+        monkeypatch.setattr(sys.modules["irminsul_backend.triton_io.steps"], "LARGE_BYTES", 10)
+        feed(self.admitted()).wait()
+        sender = feed(tokens(1, index=1), failures=[RuntimeError("no shared memory")])
+        assert sender.errors() == ["RuntimeError: no shared memory"]
+
+    @pytest.mark.parametrize(("key", "words"), [("refused", "the engine is closed"), ("broken", "stop was not sent")])
     def test_a_stop_that_fails_is_logged_and_the_next_is_sent(
         self, key: str, words: str, model: Any, feed: Any, told: list[Any], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -279,3 +359,9 @@ class TestMetrics:
             'irminsul_cache_slots{state="used"}': 7,
             'irminsul_cache_slots{state="capacity"}': 64,
         }
+
+    def test_metrics_are_given_back_while_the_stub_lives(self, border: Any) -> None:
+        metrics = border("metrics").EngineMetrics(FakeEngine())
+        family = weakref.ref(next(iter(metrics._families.values())))
+        metrics.close()
+        assert family() is None
