@@ -1,4 +1,4 @@
-"""Many short lives of a server under load: `python -m tests.soak.short_lives LIVES [--all-clients] [--lock-check]`.
+"""Many short lives of a server under load: `PYTHONPATH=tests python -m soak.short_lives LIVES [--all-clients] [--lock-check]`.
 
 Each life starts a server, loads it with three clients for some seconds and stops it. Starting and stopping are part of
 the test: races between threads show there. Run two at once, so that the cores are contended; IRMINSUL_MODEL may name a
@@ -20,7 +20,7 @@ import psutil
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.triton_io.server.launcher import Ports, start_server
-from tests.soak import lock_check, traffic
+from soak import lock_check, traffic
 
 
 def one_life(seconds: float, all_clients: bool, seed: int) -> tuple[int, list[str]]:
