@@ -47,8 +47,15 @@ def crashes(log: list[str]) -> list[str]:
     return [line for line in log if any(words in line for words in CRASHES)]
 
 
-def segfaults(processes: set[int]) -> list[str]:
-    """The lines of the kernel's log that tell of a segfault of one of these processes; none if it cannot be read."""
+def segfaults(processes: set[int], since: float) -> list[str]:
+    """The lines of the kernel's log that tell of a segfault of one of these processes.
+
+    Args:
+        since: when the first of them began, as time.monotonic() tells it: numbers of processes are used again.
+
+    Returns:
+        Nothing if the log cannot be read.
+    """
     log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace").stdout
-    found = re.finditer(r"^.*\[(\d+)\]: segfault.*$", log, re.MULTILINE)
-    return [match[0] for match in found if int(match[1]) in processes]
+    found = re.finditer(r"^\[ *([\d.]+)\] .*\[(\d+)\]: segfault.*$", log, re.MULTILINE)
+    return [match[0] for match in found if float(match[1]) >= since and int(match[2]) in processes]

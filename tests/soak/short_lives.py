@@ -1,4 +1,4 @@
-"""Many short lives of a server under load: `PYTHONPATH=tests python -m soak.short_lives LIVES [--all-clients] [--lock-check]`.
+"""Many short lives of a server under load: `python -m soak.short_lives LIVES [--all-clients] [--lock-check]`, in tests/.
 
 Each life starts a server, loads it with three clients for some seconds and stops it. Starting and stopping are part of
 the test: races between threads show there. Run two at once, so that the cores are contended; IRMINSUL_MODEL may name a
@@ -25,6 +25,7 @@ from soak import lock_check, traffic
 
 def one_life(seconds: float, all_clients: bool, seed: int) -> tuple[int, list[str]]:
     """Returns the number of client runs, and what went wrong."""
+    begin = time.monotonic()
     clients = traffic.CLIENTS if all_clients else (traffic.whole_answers,) * 3
     server = start_server(replace(ServerConfig.from_env(), log_level="WARNING", threads=1), ports=Ports())
     try:
@@ -32,7 +33,7 @@ def one_life(seconds: float, all_clients: bool, seed: int) -> tuple[int, list[st
         counts, failures = traffic.run(server, clients, seconds, seed)
     finally:
         server.stop()
-    return counts.total(), failures + lock_check.crashes(list(server.log)) + lock_check.segfaults(processes)
+    return counts.total(), failures + lock_check.crashes(list(server.log)) + lock_check.segfaults(processes, begin)
 
 
 def main() -> int:
