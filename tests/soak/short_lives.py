@@ -1,4 +1,4 @@
-"""Many short lives of a server under load: `python -m soak.short_lives LIVES [--all-clients] [--lock-check]`, in tests/.
+"""Many short lives of a server under load: `python -m soak.short_lives LIVES [--all-clients] [--lock-check]` in tests/.
 
 Each life starts a server, loads it with three clients for some seconds and stops it. Starting and stopping are part of
 the test: races between threads show there. Run two at once, so that the cores are contended; IRMINSUL_MODEL may name a
