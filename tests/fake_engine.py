@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from irminsul_backend.errors import InvalidRequestError
-from irminsul_backend.protocol import Event, GenerationRequest, Usage
+from irminsul_backend.protocol import EngineSnapshot, Event, GenerationRequest, Usage
 from irminsul_backend.triton_io.events import pack_event
 from irminsul_backend.triton_io.sealing import seal, unseal
 from irminsul_backend.triton_io.tensors import EVENT_TENSORS, PLAN_TENSORS, TensorSpec, from_array
@@ -41,11 +41,10 @@ class FakeEngine:
         self.stopped: list[tuple[str, str]] = []
         self.refusal: Exception | None = None
         self.status: Callable[[], dict[str, Any]] = lambda: {"integrity": "ok"}
-        self.cache = self
         self.used = 0
 
-    def stats(self) -> dict[str, Any]:
-        return {"used": self.used, "capacity": 64}
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(cache={"used": self.used, "capacity": 64})
 
     def submit(self, request: GenerationRequest, ids: Any, ends: Any, prints: Any, on_event: Any) -> None:
         if request.key == "refused":

@@ -25,9 +25,10 @@ def make_engine() -> EngineModel:
 
     config = ServerConfig.from_env()
     set_up_logging(config)
-    engine = Engine.from_config(config)
+    engine = Engine.from_config(config, on_fatal=lambda reason: model.on_fatal(reason))
+    model = EngineModel(engine, EngineMetrics(engine), config.stream_interval_ms / 1000)
     engine.start()
-    return EngineModel(engine, EngineMetrics(engine), config.stream_interval_ms / 1000)
+    return model
 
 
 def make_detokenizer() -> DetokenizerModel:

@@ -52,7 +52,7 @@ class EngineMetrics:
         self._families.clear()
 
     def _read_pool(self) -> None:
-        slots = self._engine.cache.stats()  # two plain numbers; status() would wait for the step that is running
+        slots = self._engine.snapshot().cache
         for state in ("used", "capacity"):
             self._metric("irminsul_cache_slots", "state", state).set(slots[state])
 
