@@ -21,6 +21,7 @@ from irminsul_backend.hub.json_files import read_config
 from irminsul_backend.protocol import GenerationRequest
 from irminsul_backend.request_spec import PROMPT_INPUTS, SAMPLING_INPUTS, SamplingParams
 from irminsul_backend.text import ChatTemplate, Encoded, Tokenizer
+from irminsul_backend.text.client_text import of_client, plain
 from irminsul_backend.text.messages import parse_messages, parse_tools
 
 CUT_MARKER = "<|irminsul_cut|>"
@@ -115,11 +116,30 @@ class PromptPreparer:
         text = self._render(values) if "messages" in values else values.get("text_input") or ""
         if not text:
             raise InvalidRequestError(f"the prompt is empty ({given[0]}); it must hold at least one token")
-        prompt = self._encode(text, add_bos="text_input" in values)
-        text = text.replace(CUT_MARKER, "")
+        shown = plain(text).replace(CUT_MARKER, "")
+        self._check_least_tokens(shown)
+        prompt = self._encode(self._guarded(values, text), add_bos="text_input" in values)
         if not len(prompt.ids):
             raise InvalidRequestError(f"the prompt is empty: the tokenizer makes no token of this {given[0]}")
-        return prompt, text
+        return prompt, shown
+
+    def _guarded(self, values: RequestFields, text: str) -> str:
+        """Mark the client's characters in which no control token may be found; rendered messages come marked."""
+        raw = "text_input" in values
+        allowed = values.get("allow_special_tokens")
+        if allowed is None:
+            allowed = raw and not self._config.escape_special_tokens
+        if allowed:
+            return plain(text)
+        return of_client(text) if raw else text
+
+    def _check_least_tokens(self, text: str) -> None:
+        """Refuse a text that cannot fit, before it is tokenised."""
+        if len(text) > self.max_positions and (least := self.tokenizer.least_tokens(text)) >= self.max_positions:
+            raise InvalidRequestError(
+                f"the prompt has at least {least} tokens; with one of an answer the model's limit is "
+                f"{self.max_positions}; shorten the prompt"
+            )
 
     def _encode(self, text: str, add_bos: bool) -> Encoded:
         """Encode a text; its edges are cut markers and, if the preset cuts there, the template's structure."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +34,10 @@ class Library(Protocol):
     """Whether every token decodes to fixed bytes, whatever its neighbours are."""
     bos_ids: Sequence[int]
     """Ids that the library prepends to a text by default, where the model's settings do not decide."""
+
+    def vocabulary(self) -> Iterable[bytes] | None:
+        """Return the bytes of each token, or None where the tokens of a text need not cover all of its bytes."""
+        ...
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
         """Encode each piece alone, int32 [n]; added tokens in the text are recognised, none is added around it."""

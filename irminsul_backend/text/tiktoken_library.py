@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,9 @@ class TiktokenLibrary:
             return cls(read_ranks(path), config)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{path}: {error}") from error
+
+    def vocabulary(self) -> Iterable[bytes]:
+        return [*self._ranks, *(token.content.encode() for token in self.added.values())]
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
         return [self._encode(piece) for piece in pieces]
