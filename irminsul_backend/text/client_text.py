@@ -23,6 +23,11 @@ class ClientText(str):
     __slots__ = ("_spans",)
     _spans: Spans
 
+    def __new__(cls, text: str = "", spans: Spans = ()) -> ClientText:
+        made = super().__new__(cls, plain(text))
+        made._spans = spans
+        return made
+
     def __str__(self) -> str:
         return self
 
@@ -116,11 +121,7 @@ def of_client(text: str) -> str:
 
 def of_template(text: str) -> ClientText:
     """Give a plain text the methods that keep track of the client's characters in their arguments."""
-    if isinstance(text, ClientText):
-        return text
-    made = ClientText(text)
-    made._spans = ()
-    return made
+    return text if isinstance(text, ClientText) else ClientText(text)
 
 
 def plain(text: str) -> str:
@@ -188,11 +189,7 @@ def _put_signs(value: Any) -> Any:
 
 
 def _make(text: str, spans: Spans) -> str:
-    if not spans:
-        return plain(text)
-    made = ClientText(plain(text))
-    made._spans = spans
-    return made
+    return ClientText(text, spans) if spans else plain(text)
 
 
 def _to_text(value: Any) -> str:

@@ -70,12 +70,19 @@ class ControlTokenGuard:
                 continue
             while span < len(spans) and spans[span][1] <= start:
                 span += 1
-            if span < len(spans) and spans[span][0] < end:
-                cuts.append(start + 1)
-                at = start + 1
-            else:
+            if span == len(spans) or spans[span][0] >= end:
                 tokens, at = tokens + 1, end
+                continue
+            shorter = self._token_before(text, start, spans[span][0])
+            tokens += shorter is not None
+            at = start + 1 if shorter is None else shorter
+            cuts.append(at)
         return [text[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(text)], strict=True)], tokens
+
+    def _token_before(self, text: str, start: int, limit: int) -> int | None:
+        """Return the end of the longest control token from `start` on that ends by `limit`."""
+        found = (pattern.match(text, start, max(start, limit)) for pattern in self._patterns)
+        return next((match.end(1) for match in found if match), None)
 
 
 def _matches(patterns: list[re.Pattern[str]], text: str) -> list[tuple[int, int]]:

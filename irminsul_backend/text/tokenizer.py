@@ -162,4 +162,4 @@ class Tokenizer:
 
 
 def _is_control(token: AddedText) -> bool:
-    return token.special or (token.content[0] in "<[" and token.content[-1] in ">]")
+    return token.special or (token.content.startswith(("<", "[")) and token.content.endswith((">", "]")))
