@@ -73,6 +73,7 @@ class PromptPreparer:
                 f"{vocabulary} has ids up to {self.tokenizer.vocab_size - 1}, but vocab_size in "
                 f"{path} is {self.vocab_size}; the two files are of different models"
             )
+        self.tokenizer.least_tokens("")  # reads the whole vocabulary the first time
         self.template = ChatTemplate.load(config.model)
         self.sessions = SessionTable(config.session_ttl_s, clock)
 

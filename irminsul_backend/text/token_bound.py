@@ -31,13 +31,13 @@ def byte_weights(vocabulary: Iterable[bytes]) -> NDArray[np.float64]:
     A text then has at least as many tokens as its bytes weigh. A byte weighs 1 / (length of the longest token that it
     occurs in), or nothing if it is no token by itself: the library may drop such a byte.
     """
-    longest = np.zeros(256)
-    singles = np.zeros(256, bool)
-    for token in vocabulary:
-        values = list(set(token))
-        longest[values] = np.maximum(longest[values], len(token))
-        singles[values] |= len(token) == 1
-    return np.divide(1.0, longest, out=np.zeros(256), where=singles)
+    longest, singles = [0] * 256, [False] * 256
+    for token in sorted(vocabulary, key=len):
+        for byte in token:
+            longest[byte] = len(token)
+        if len(token) == 1:
+            singles[token[0]] = True
+    return np.array([1 / n if single else 0.0 for n, single in zip(longest, singles, strict=True)])
 
 
 def least_tokens(text: bytes, weights: NDArray[np.float64]) -> int:
