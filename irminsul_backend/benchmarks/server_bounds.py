@@ -28,21 +28,6 @@ POSITIONS = 300_000
 """Of the model served here: fewer than a large text's tokens, more than can be told without tokenising it."""
 LARGE_BYTES = 1 << 20
 WORDS = "result the user profile status Error: timeout path value née items and 東京 [<x>]".split()  # noqa: SIM905
-    "result",
-    "the",
-    "user",
-    "profile",
-    "status",
-    "Error:",
-    "timeout",
-    "path",
-    "value",
-    "née",
-    "items",
-    "and",
-    "東京",
-    "[<x>]",
-]
 
 
 class Stream:

@@ -22,6 +22,7 @@ from irminsul_backend.protocol import GenerationRequest
 from irminsul_backend.request_spec import PROMPT_INPUTS, SAMPLING_INPUTS, SamplingParams
 from irminsul_backend.text import ChatTemplate, Encoded, Tokenizer
 from irminsul_backend.text.client_text import of_client, plain
+from irminsul_backend.text.library import TooManyTokensError
 from irminsul_backend.text.messages import parse_messages, parse_tools
 
 CUT_MARKER = "<|irminsul_cut|>"
@@ -137,15 +138,24 @@ class PromptPreparer:
     def _check_least_tokens(self, text: str) -> None:
         """Refuse a text that cannot fit, before it is tokenised."""
         if len(text) > self.max_positions and (least := self.tokenizer.least_tokens(text)) >= self.max_positions:
-            raise InvalidRequestError(
-                f"the prompt has at least {least} tokens; with one of an answer the model's limit is "
-                f"{self.max_positions}; shorten the prompt"
-            )
+            raise self._too_long(least)
+
+    def _too_long(self, least: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"the prompt has at least {least} tokens; with one of an answer the model's limit is "
+            f"{self.max_positions}; shorten the prompt"
+        )
 
     def _encode(self, text: str, add_bos: bool) -> Encoded:
         """Encode a text; its edges are cut markers and, if the preset cuts there, the template's structure."""
         pieces = text.split(CUT_MARKER)
-        encoded = [self.tokenizer.encode(piece, add_bos=add_bos and i == 0) for i, piece in enumerate(pieces)]
+        most = self.max_positions - 1
+        try:
+            encoded = [
+                self.tokenizer.encode(piece, add_bos=add_bos and i == 0, most=most) for i, piece in enumerate(pieces)
+            ]
+        except TooManyTokensError as error:
+            raise self._too_long(error.count) from error
         ids = np.concatenate([e.ids for e in encoded]) if len(encoded) > 1 else encoded[0].ids
         marks = np.cumsum([len(e.ids) for e in encoded[:-1]]).astype(np.int32)
         return Encoded(ids, np.union1d(marks, self._structure(ids)).astype(np.int32))

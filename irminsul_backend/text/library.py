@@ -11,6 +11,15 @@ from numpy.typing import NDArray
 from irminsul_backend.text.splitting import AddedTokenSplitter
 
 
+class TooManyTokensError(Exception):
+    """A text has more tokens than its caller can use."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"at least {count} tokens")
+        self.count = count
+        """Tokens that the text has at least."""
+
+
 class AddedText(NamedTuple):
     """A token outside the base vocabulary that is matched in a text before anything else."""
 
@@ -39,7 +48,7 @@ class Library(Protocol):
         """Return the bytes of each token, or None where the tokens of a text need not cover all of its bytes."""
         ...
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
+    def encode_pieces(self, pieces: Sequence[str], most: int | None = None) -> list[NDArray[np.int32]]:
         """Encode each piece alone, int32 [n]; added tokens in the text are recognised, none is added around it."""
         ...
 

@@ -86,14 +86,16 @@ class Tokenizer:
         kind = tiktoken_library.TiktokenLibrary if tiktoken else tokenizers_library.TokenizersLibrary
         return cls(kind.load(folder, config), config, end_ids, memo_bytes)
 
-    def encode(self, text: str, *, add_bos: bool = False) -> Encoded:
+    def encode(self, text: str, *, add_bos: bool = False, most: int | None = None) -> Encoded:
         """Tokenise; the ids are those of the library's encode of the whole text without special tokens added.
 
         Args:
             text: no lone surrogates.
             add_bos: prepend `bos_ids`, unless the text itself begins with them.
+            most: tokens that the caller has room for; a text that has more may be given up early.
 
         Raises:
+            TooManyTokensError: the text has more than `most` tokens; not raised for all such texts.
             InvalidRequestError: a client's text cannot be kept from being read as a control token.
         """
         sections, allowed = self._guard.sections(plain(text), client_spans(text))
@@ -107,7 +109,7 @@ class Tokenizer:
                 missing.append(piece)
             else:
                 found[piece] = ids
-        for piece, ids in zip(missing, self._library.encode_pieces(missing), strict=True):
+        for piece, ids in zip(missing, self._library.encode_pieces(missing, most), strict=True):
             found[piece] = ids
             self._memo.put(piece, ids)
         parts = [found[piece] for piece in pieces]

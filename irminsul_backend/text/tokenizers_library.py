@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from irminsul_backend.errors import UnsupportedModelError
 from irminsul_backend.hub.json_files import read_text
 from irminsul_backend.hub.tokenizer_files import FLAGS, added_tokens
-from irminsul_backend.text.library import AddedText
+from irminsul_backend.text.library import AddedText, TooManyTokensError
 from irminsul_backend.text.splitting import AddedTokenSplitter
 from irminsul_backend.text.token_bound import keeps_all_bytes
 
@@ -63,8 +63,11 @@ class TokenizersLibrary:
         tokens = self._library.get_vocab(with_added_tokens=False)
         return [*map(_byte_level_bytes, tokens), *(token.content.encode() for token in self.added.values())]
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
+    def encode_pieces(self, pieces: Sequence[str], most: int | None = None) -> list[NDArray[np.int32]]:
         encodings = self._library.encode_batch_fast(pieces, add_special_tokens=False)
+        # The package tokenises beside other threads, but half a million ids keep them waiting while they are copied.
+        if most is not None and (count := sum(map(len, encodings))) > most:
+            raise TooManyTokensError(count)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:

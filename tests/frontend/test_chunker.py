@@ -90,6 +90,14 @@ class TestPrompt:
         count = ids.tolist().count(preparer.tokenizer.token_id("<|end|>"))
         assert count == int(not setting if allowed is None else allowed)
 
+    def test_a_text_with_too_many_tokens_is_given_up(self, folder: Path) -> None:
+        """More than its bytes alone tell."""
+        preparer = PromptPreparer(ServerConfig(model=str(folder)))
+        text = "a7 " * (LIMIT // 2)
+        assert preparer.tokenizer.least_tokens(text) < LIMIT < len(preparer.tokenizer.encode(text + "x").ids)
+        with pytest.raises(InvalidRequestError, match=r"at least 50\d tokens; .* the model's limit is 500"):
+            one_shot(preparer, text_input=text.encode())
+
     def test_a_text_that_cannot_fit_is_not_tokenised(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         preparer = PromptPreparer(ServerConfig(model=str(folder)))
         monkeypatch.setattr(preparer.tokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
