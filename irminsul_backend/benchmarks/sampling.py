@@ -62,7 +62,7 @@ def main() -> None:
             for one, token in zip(samplers, tokens, strict=True):
                 one.accept(token)
             times[case].append(time.perf_counter() - began)
-    print(f"{args.sequences} sequences, {args.vocab} ids, {args.device}: milliseconds a step, sampling alone, least of {ROUNDS}")
+    print(f"{args.sequences} sequences, {args.vocab} ids, {args.device}: milliseconds a step, least of {ROUNDS}")
     for case, seconds in times.items():
         print(f"{case:40} {1000 * min(seconds):8.2f}")
 
