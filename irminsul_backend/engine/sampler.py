@@ -1,4 +1,4 @@
-"""Choosing the next token: temperature, top-k, top-p, min-p, one random stream per request."""
+"""Sampling: temperature, top-k, top-p and min-p, with one random stream per request."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Sampler:
     """
 
     def __init__(self, request: GenerationRequest, prompt_ids: np.ndarray, vocab_size: int) -> None:
-        """prompt_ids: int32 [n], not kept; of the penalties the repetition penalty alone counts them."""
+        """prompt_ids: int32 [n], not kept; only the repetition penalty counts them."""
         self.params = request.sampling
         self.generated: list[int] = []
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
         self.adjustment = Adjustment(request, prompt_ids, vocab_size)
         self.is_plain = not request.return_log_probs
-        """Whether :func:`sample_on_device` can serve the request, always or never; :func:`sample` draws the same."""
+        """Whether :func:`sample_on_device` serves the request. Fixed; :func:`sample` draws the same tokens."""
 
     def accept(self, token: int) -> None:
-        """The token is part of the answer from here on."""
+        """Record a generated token, for penalties, bad words and the next draw."""
         self.generated.append(token)
         self.adjustment.accept(token)
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, samplers: Sequence[Sampler], log_probs: bool) -> tuple[list[int], list[float]]:
-    """One token per row.
+    """Sample one token per row of logits.
 
     Args:
         logits: float32 [N, vocab], contiguous; changed in place.
@@ -72,7 +72,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], log_probs: bool) -> tupl
 
 @torch.inference_mode()
 def sample_on_device(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[list[int], list[bool]]:
-    """One token per row by the sampling kernel, for plain samplers; the host waits once, for the result.
+    """Sample one token per row with the sampling kernel, for plain samplers; synchronises once, for the result.
 
     Args:
         logits: float32 [N, vocab], contiguous; changed in place.

@@ -251,8 +251,7 @@ def sanitize(config: ModelConfig, stored: Collection[str] = ()) -> dict[str, Wei
     experts of a layer are stacked; rotary rows are half-split. Matrices are [out, in]. `stored` as in
     :func:`expected_shapes`.
     """
-    hidden, heads, rank = config.hidden_size, config.num_heads, config.kv_lora_rank
-    dn, dr, dv = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    hidden = config.hidden_size
     weights: dict[str, Weight] = {}
 
     def whole(name: str, shape: Shape, published: str, float32: bool = False) -> None:
@@ -272,28 +271,7 @@ def sanitize(config: ModelConfig, stored: Collection[str] = ()) -> dict[str, Wei
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         whole(f"{ours}.input_norm", (hidden,), f"{theirs}.input_layernorm.weight")
         whole(f"{ours}.post_norm", (hidden,), f"{theirs}.post_attention_layernorm.weight")
-
-        attention = f"{theirs}.self_attn"
-        rotary_query = partial(copy_rotary, 0, heads * (dn + dr), heads, dr, config.rope_interleave)
-        if config.q_lora_rank is None:
-            first = heads * (dn + dr)
-            query = Source(f"{attention}.q_proj.weight", rotary_query)
-        else:
-            first = config.q_lora_rank
-            query = Source(f"{attention}.q_a_proj.weight", partial(copy_rows, 0))
-            whole(f"{ours}.attention.q_norm", (first,), f"{attention}.q_a_layernorm.weight")
-            q_b = Source(f"{attention}.q_b_proj.weight", rotary_query)
-            weights[f"{ours}.attention.q_b"] = Weight((heads * (dn + dr), first), (q_b,))
-        # The query's first projection and the row's share their input: one product [query, R, dr].
-        rotary_row = partial(copy_rotary, first, first + config.row_size, 1, dr, config.rope_interleave)
-        row = Source(f"{attention}.kv_a_proj_with_mqa.weight", rotary_row)
-        weights[f"{ours}.attention.down"] = Weight((first + config.row_size, hidden), (query, row))
-        whole(f"{ours}.attention.kv_norm", (rank,), f"{attention}.kv_a_layernorm.weight")
-        kv_b = f"{attention}.kv_b_proj.weight"
-        weights[f"{ours}.attention.w_uk"] = Weight((heads, dn, rank), (Source(kv_b, copy_key_half),))
-        weights[f"{ours}.attention.w_uv"] = Weight((heads, rank, dv), (Source(kv_b, copy_value_half),))
-        whole(f"{ours}.attention.o", (hidden, heads * dv), f"{attention}.o_proj.weight")
-
+        weights |= _attention(config, f"{ours}.attention", f"{theirs}.self_attn")
         if not config.is_moe_layer(layer):
             gated(f"{ours}.feed_forward", f"{theirs}.mlp", config.intermediate_size)
             continue
@@ -307,6 +285,33 @@ def sanitize(config: ModelConfig, stored: Collection[str] = ()) -> dict[str, Wei
         weights[f"{ours}.feed_forward.experts.down"] = Weight((count, hidden, inner), down)
         if config.n_shared_experts:
             gated(f"{ours}.feed_forward.shared", f"{theirs}.mlp.shared_experts", inner * config.n_shared_experts)
+    return weights
+
+
+def _attention(config: ModelConfig, ours: str, theirs: str) -> dict[str, Weight]:
+    """Return one layer's attention tensors, named from `ours` on, and their sources, published from `theirs` on."""
+    hidden, heads, rank = config.hidden_size, config.num_heads, config.kv_lora_rank
+    dn, dr, dv = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    weights: dict[str, Weight] = {}
+    rotary_query = partial(copy_rotary, 0, heads * (dn + dr), heads, dr, config.rope_interleave)
+    if config.q_lora_rank is None:
+        first = heads * (dn + dr)
+        query = Source(f"{theirs}.q_proj.weight", rotary_query)
+    else:
+        first = config.q_lora_rank
+        query = Source(f"{theirs}.q_a_proj.weight", partial(copy_rows, 0))
+        q_norm, q_b = f"{theirs}.q_a_layernorm.weight", f"{theirs}.q_b_proj.weight"
+        weights[f"{ours}.q_norm"] = Weight((first,), (Source(q_norm, Tensor.copy_),))
+        weights[f"{ours}.q_b"] = Weight((heads * (dn + dr), first), (Source(q_b, rotary_query),))
+    # The query's first projection and the row's share their input: one product [query, R, dr].
+    rotary_row = partial(copy_rotary, first, first + config.row_size, 1, dr, config.rope_interleave)
+    row = Source(f"{theirs}.kv_a_proj_with_mqa.weight", rotary_row)
+    weights[f"{ours}.down"] = Weight((first + config.row_size, hidden), (query, row))
+    weights[f"{ours}.kv_norm"] = Weight((rank,), (Source(f"{theirs}.kv_a_layernorm.weight", Tensor.copy_),))
+    kv_b = f"{theirs}.kv_b_proj.weight"
+    weights[f"{ours}.w_uk"] = Weight((heads, dn, rank), (Source(kv_b, copy_key_half),))
+    weights[f"{ours}.w_uv"] = Weight((heads, rank, dv), (Source(kv_b, copy_value_half),))
+    weights[f"{ours}.o"] = Weight((hidden, heads * dv), (Source(f"{theirs}.o_proj.weight", Tensor.copy_),))
     return weights
 
 
