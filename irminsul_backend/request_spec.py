@@ -189,6 +189,23 @@ INPUTS: tuple[Input, ...] = (
     Input(
         "cache_salt", "STRING", "Only requests of equal salt share cached rows; by default all without a salt share."
     ),
+    Input(
+        "timeout_ms",
+        "INT32",
+        "Time in milliseconds, waiting included, after which a request that has not finished fails.",
+        default=0,
+        low=0,
+        high=(1 << 31) - 1,
+        note="0 = none",
+    ),
+    Input(
+        "priority",
+        "INT32",
+        "Requests of higher priority are computed first, and may displace those of lower priority.",
+        default=0,
+        low=-10,
+        high=10,
+    ),
     Input("cancel_key", "STRING", "Name by which the request can be stopped; by default a random one.", option=None),
     Input("session_id", "STRING", "Session of a request that comes over HTTP.", option=None, endpoints_only=True),
     Input(
