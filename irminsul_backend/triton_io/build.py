@@ -5,7 +5,8 @@ from __future__ import annotations
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.protocol import GenerationRequest
-from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, EngineModel, set_up_logging
+from irminsul_backend.triton_io.engine_model import EngineModel
+from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, set_up_logging
 
 
 def make_chunker() -> ChunkerModel:
@@ -14,7 +15,7 @@ def make_chunker() -> ChunkerModel:
 
     config = ServerConfig.from_env()
     set_up_logging(config)
-    return ChunkerModel(PromptPreparer(config))
+    return ChunkerModel(PromptPreparer(config), max_waiting_bytes=16 * config.max_text_bytes)
 
 
 def make_engine() -> EngineModel:
@@ -24,9 +25,10 @@ def make_engine() -> EngineModel:
 
     config = ServerConfig.from_env()
     set_up_logging(config)
-    engine = Engine.from_config(config)
+    engine = Engine.from_config(config, on_fatal=lambda reason: model.on_fatal(reason))
+    model = EngineModel(engine, EngineMetrics(engine), config.stream_interval_ms / 1000)
     engine.start()
-    return EngineModel(engine, EngineMetrics(engine).count, config.stream_interval_ms / 1000)
+    return model
 
 
 def make_detokenizer() -> DetokenizerModel:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
-
-
-class CacheInterface(Protocol):
-    """The engine's KV cache, as far as the metrics look at it."""
-
-    def stats(self) -> Mapping[str, Any]:
-        """Counts by name, among them the pool's slots: `used` and `capacity`."""
+from irminsul_backend.protocol import EngineSnapshot, Event, FinishReason, GenerationRequest
 
 
 class EngineInterface(Protocol):
     """A running engine; :class:`irminsul_backend.engine.Engine` is one. Each method may be called from any thread."""
 
-    @property
-    def cache(self) -> CacheInterface: ...
+    def snapshot(self) -> EngineSnapshot:
+        """The state after the last step, as an object that never changes; at once."""
 
     def submit(
         self,
@@ -49,3 +42,13 @@ class EngineInterface(Protocol):
 
     def close(self) -> None:
         """End every request with an error, and the engine."""
+
+
+class MetricsInterface(Protocol):
+    """Where ended requests are counted."""
+
+    def count(self, event: Event) -> None:
+        """Count the request that this `finished` or `error` event ended."""
+
+    def close(self) -> None:
+        """Give the metrics back, before the stub ends."""

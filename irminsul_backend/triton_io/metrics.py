@@ -46,8 +46,13 @@ class EngineMetrics:
             self._metric("irminsul_generated_tokens_total").increment(event.usage.completion_tokens)
         self._read_pool()
 
+    def close(self) -> None:
+        """Give the metrics back. Their destructor would otherwise run after the stub's own end, and crash there."""
+        self._metrics.clear()
+        self._families.clear()
+
     def _read_pool(self) -> None:
-        slots = self._engine.cache.stats()  # two plain numbers; status() would wait for the step that is running
+        slots = self._engine.snapshot().cache
         for state in ("used", "capacity"):
             self._metric("irminsul_cache_slots", "state", state).set(slots[state])
 
