@@ -20,15 +20,23 @@ from rich.table import Table
 
 from irminsul_backend.benchmarks.soak.cancels import cancels
 from irminsul_backend.benchmarks.soak.harness import Check, Row, Soak
+from irminsul_backend.benchmarks.soak.kills import kills
 from irminsul_backend.benchmarks.soak.listed import listed
+from irminsul_backend.benchmarks.soak.lives import lives
+from irminsul_backend.benchmarks.soak.malformed import malformed
 from irminsul_backend.benchmarks.soak.sessions import sessions
 from irminsul_backend.benchmarks.soak.tenants import tenants
+from irminsul_backend.benchmarks.soak.tight_pool import tight_pool
 
 CHECKS: dict[str, Check] = {
     "listed": listed,
     "sessions": sessions,
     "tenants": tenants,
     "cancels": cancels,
+    "malformed": malformed,
+    "kills": kills,
+    "tight_pool": tight_pool,
+    "lives": lives,
 }
 TRACES = Path("../shared/traces")
 SHORT = 0.01
@@ -78,7 +86,7 @@ def main() -> int:
     began = time.monotonic()
 
     def say(text: str) -> None:
-        console.print(f"[{time.monotonic() - began:6.0f} s] {text}", markup=False, highlight=False)
+        console.print(f"[{time.monotonic() - began:6.0f} s] {text}", markup=False, highlight=False, soft_wrap=True)
 
     soak = Soak(SHORT if args.short else args.scale, args.traces, found, say)
     # Servers write to this process's standard error; what they say under attack would bury the table.

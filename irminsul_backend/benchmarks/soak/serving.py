@@ -7,20 +7,23 @@ import re
 import subprocess
 import threading
 import time
+import uuid
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 import psutil
 from irminsul_client import Client, IrminsulClientError
 
-from irminsul_backend.benchmarks.soak.harness import Soak
+from irminsul_backend.benchmarks.soak.harness import Clock, Soak
+from irminsul_backend.benchmarks.soak.wire import Wire
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.triton_io.server.launcher import LOCALHOST, Ports, Server, choose_ports, start_server
 
-CANARY = {"text": "a canary in the mine", "max_tokens": 2, "ignore_eos": True, "reuse": "off"}
+CANARY: dict[str, Any] = {"text_input": "a canary in the mine", "max_tokens": 2, "ignore_eos": True}
 CANARY_SECONDS = 10.0
-LOOK_SECONDS = 0.5
+LOOK_SECONDS, PATIENCE_SECONDS = 0.5, 30.0
 SEGFAULT = re.compile(r"\[(\d+)\]: segfault|traps: \S+\[(\d+)\] general protection")
 
 
@@ -65,11 +68,10 @@ class Watched:
         """Whether a plain request is answered within 10 seconds."""
         if self.ended():
             return False
-        with Client(self.grpc) as client:
-            try:
-                return len(client.generate(timeout=CANARY_SECONDS, **CANARY).token_ids) == 2  # type: ignore[arg-type]
-            except IrminsulClientError:
-                return False
+        wire = Wire(self.grpc)
+        reply = wire.ask("irminsul", uuid.uuid4().hex, timeout=CANARY_SECONDS, **CANARY)
+        wire.close()
+        return len(reply.joined("output_ids")) == 2
 
     def recover(self, after: str) -> bool:
         """Start the server again if it does not answer; says so, and keeps its log. True if it had to."""
@@ -82,6 +84,13 @@ class Watched:
         self.keep_log()
         self.server.stop()
         self.server = self._start()
+        with Client(self.grpc) as client:  # clients of this process share what they think of the address
+            clock = Clock(PATIENCE_SECONDS)
+            while clock.running:
+                with contextlib.suppress(IrminsulClientError):
+                    client.check_ready()
+                    break
+                time.sleep(0.2)
         return True
 
     def keep_log(self) -> None:

@@ -12,7 +12,11 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # else a server's death makes the next one at its address seem away
+)
 TYPES = {"i": "INT32", "u": "UINT64", "f": "FP32", "b": "BOOL"}
 
 
