@@ -212,7 +212,7 @@ def _strings(rng: random.Random) -> bytes:
 
 
 def _message(rng: random.Random) -> Any:
-    request = service_pb2.ModelInferRequest(model_name=rng.choice(MODELS), id=rng.choice(("", "x" * 3000, "a")))
+    request = service_pb2.ModelInferRequest(model_name=rng.choice(MODELS), id=rng.choice(("", "x" * 300, "a")))
     if rng.random() < 0.7:
         if rng.random() < 0.5:
             request.parameters["sequence_id"].string_param = rng.choice(("s", "", "s" * 200, str(rng.random())))
@@ -247,6 +247,17 @@ def _grpc_damaged(rng: random.Random) -> Malformed:
     return Malformed("cut or random gRPC messages", way, "ModelInfer", bytes(body))
 
 
+def _packet(rng: random.Random) -> dict[str, Any]:
+    """A request or an event as the models pack it, with one or two values of another kind."""
+    packed: dict[str, Any] = {"key": str(rng.random()), "sampling": {"max_tokens": 1}}
+    if rng.random() < 0.5:
+        packed = {"key": packed["key"], "index": 0, "kind": rng.choice(("tokens", "admitted", "finished", "error"))}
+    names = ("key", "namespace", "session_id", "reuse", "end_ids", "bad_words", "stop_words", "sampling", "index", "x")
+    for _ in range(rng.choice((1, 1, 2))):
+        packed[rng.choice(names)] = rng.choice((_value(rng), {"max_tokens": _value(rng)}, [_value(rng)]))
+    return packed
+
+
 def _inner_packet(rng: random.Random) -> Malformed:
     """Tensors of the right types and shapes for the engine and the detokenizer, so that their contents are read."""
     model = rng.choice(("irminsul_engine", "irminsul_detokenizer"))
@@ -256,20 +267,12 @@ def _inner_packet(rng: random.Random) -> Malformed:
         request.inputs.add(name=name, datatype=datatype, shape=[1, count])
         request.raw_input_contents.append(raw)
 
-    packed = _dumped(
-        {
-            "key": rng.choice(("k", str(rng.random()), _value(rng))),
-            rng.choice(("namespace", "session_id", "reuse", "end_ids", "bad_words", "stop_words", "x")): _value(rng),
-            "sampling": rng.choice(({"max_tokens": 1}, {"max_tokens": _value(rng)}, _value(rng))),
-            "index": rng.choice((0, _value(rng))),
-            "kind": rng.choice(("tokens", "admitted", "finished", "error", _value(rng))),
-        }
-    )
+    packed = _dumped(_packet(rng))
     text = struct.pack("<I", len(packed)) + packed
-    ids = [rng.choice((5, 5, 5, -1, 2**31 - 1)) for _ in range(rng.choice((0, 1, 4)))]
+    ids = [20] * rng.choice((1, 4)) if rng.random() < 0.7 else rng.choice(([], [-1], [20, 2**31 - 1]))
     if model == "irminsul_engine":
         add("token_ids", "INT32", struct.pack(f"<{len(ids)}i", *ids), len(ids))
-        add("chunk_ends", "INT32", struct.pack("<i", rng.choice((len(ids), 0, -1, 10**6))))
+        add("chunk_ends", "INT32", struct.pack("<i", len(ids) if rng.random() < 0.8 else rng.choice((0, -1, 10**6))))
         add("fingerprints", "UINT64", struct.pack("<Q", 1))
         add("request", "BYTES", text)
     else:

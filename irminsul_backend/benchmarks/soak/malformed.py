@@ -9,7 +9,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from irminsul_backend.benchmarks.soak.generated import MODELS, Malformed, generate, send
+from irminsul_backend.benchmarks.soak.generated import KNOWN, MODELS, Malformed, generate, send
 from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, share
 from irminsul_backend.benchmarks.soak.hostile import MOST_ERROR_BYTES, TRACEBACK
 from irminsul_backend.benchmarks.soak.serving import Watched
@@ -94,11 +94,11 @@ def malformed(soak: Soak) -> Iterator[Row]:
     )
     for bar, start in (("0 answers that show the inside", "inside"), ("0 hangs", "hung"), ("0 long messages", "long")):
         found = {what: request for what, request in faults.items() if what.startswith(start)}
-        for what, request in found.items():
-            (soak.found / f"{NAMELESS.sub('', what)[:40].replace(' ', '_').replace('/', '_')}.json").write_text(
-                _text(request)
-            )
+        for number, request in enumerate(found.values()):
+            (soak.found / f"{start}-{number}.json").write_text(_text(request), encoding="utf-8")
         yield Row("answers", bar, "; ".join(list(found)[:6]) or "0", not found)
+    own = "; ".join(f"{request} ({end})" for request, end in KNOWN.items())
+    yield Row("Triton 2.51's own deaths, not sent", "listed", own, True)
 
 
 def _minimal(soak: Soak, watched: Watched, suspects: list[Malformed], number: int) -> str:

@@ -21,7 +21,7 @@ from irminsul_backend.benchmarks.soak.wire import Wire
 from irminsul_backend.config import ServerConfig
 
 TRACE = "rag_hotpot.jsonl.zst"
-SESSIONS = 60
+SESSIONS = 20
 CAPACITY = 1_000_000
 
 
