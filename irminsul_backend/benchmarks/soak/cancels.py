@@ -21,7 +21,7 @@ CLIENTS = 8
 PROMPTS = 48
 CANCELLED = 0.3
 MOMENTS = ("before look-up", "in prefill", "in decode", "at the end")
-TOKENS = 6
+TOKENS = 4
 
 
 class Cancels:
@@ -31,8 +31,8 @@ class Cancels:
         self._clients = [Client(url, timeout=60) for _ in range(CLIENTS)]
         self.outcomes: Counter[str] = Counter()
         rng = random.Random(1)
-        self._prompts = [[rng.randrange(16, 8000) for _ in range(rng.choice((20, 120, 400)))] for _ in range(PROMPTS)]
-        self._long = [rng.randrange(16, 8000) for _ in range(1500)]
+        self._prompts = [[rng.randrange(16, 8000) for _ in range(rng.choice((20, 40, 90)))] for _ in range(PROMPTS)]
+        self._long = [rng.randrange(16, 8000) for _ in range(600)]
         self._quiet = [self._clients[0].generate(**self._request(n)).token_ids for n in range(PROMPTS)]
 
     def _request(self, number: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Cancels:
                     break
             chunks.close()  # type: ignore[attr-defined]
         else:
-            self._broken_off(client, request, 0.0 if moment == "before look-up" else rng.uniform(0.005, 0.15))
+            self._broken_off(client, request, 0.0 if moment == "before look-up" else rng.uniform(0.005, 0.06))
         self.outcomes[f"cancelled {moment}"] += 1
 
     def _broken_off(self, client: Client, request: dict[str, Any], seconds: float) -> None:
