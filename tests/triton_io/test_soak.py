@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from irminsul_backend.benchmarks.soak import __main__ as command
+from irminsul_backend.benchmarks.soak.desk import badly_refused
 from irminsul_backend.benchmarks.soak.generated import KINDS, generate
 from irminsul_backend.benchmarks.soak.harness import Row, Soak, share
-from irminsul_backend.benchmarks.soak.hostile import badly_refused
 from irminsul_backend.benchmarks.soak.serving import SEGFAULT
 from irminsul_backend.benchmarks.soak.wire import Reply
 

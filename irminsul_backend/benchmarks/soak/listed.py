@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from irminsul_backend.benchmarks.soak.desk import Desk
 from irminsul_backend.benchmarks.soak.harness import Row, Soak
-from irminsul_backend.benchmarks.soak.hostile import Desk, cases
+from irminsul_backend.benchmarks.soak.hostile import cases
 from irminsul_backend.benchmarks.soak.neighbour import Neighbour
 from irminsul_backend.benchmarks.soak.serving import Watched
 from irminsul_backend.config import ServerConfig

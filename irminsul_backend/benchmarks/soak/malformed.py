@@ -9,9 +9,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 
+from irminsul_backend.benchmarks.soak.desk import MOST_ERROR_BYTES, TRACEBACK
 from irminsul_backend.benchmarks.soak.generated import KNOWN, MODELS, Malformed, generate, send
 from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, share
-from irminsul_backend.benchmarks.soak.hostile import MOST_ERROR_BYTES, TRACEBACK
 from irminsul_backend.benchmarks.soak.serving import Watched
 from irminsul_backend.benchmarks.soak.wire import Http, Wire
 from irminsul_backend.config import ServerConfig

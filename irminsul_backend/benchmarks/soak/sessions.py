@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
+from irminsul_backend.benchmarks.soak.desk import TRACEBACK
 from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, milliseconds, share
-from irminsul_backend.benchmarks.soak.hostile import TRACEBACK
 from irminsul_backend.benchmarks.soak.serving import Watched
 from irminsul_backend.benchmarks.soak.wire import Wire
 from irminsul_backend.config import ServerConfig
