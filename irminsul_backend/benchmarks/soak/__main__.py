@@ -40,6 +40,7 @@ CHECKS: dict[str, Check] = {
 }
 TRACES = Path("../shared/traces")
 SHORT = 0.01
+FILE_WIDTH = 140
 
 
 def run(soak: Soak, names: list[str]) -> dict[str, list[Row]]:
@@ -83,6 +84,8 @@ def main() -> int:
     found = args.found or Path(tempfile.mkdtemp(prefix="irminsul-soak-"))
     found.mkdir(parents=True, exist_ok=True)
     console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     began = time.monotonic()
 
     def say(text: str) -> None:
