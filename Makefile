@@ -30,7 +30,7 @@ demo: setup
 	@$(BIN)/irminsul demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
 
 # real servers under load, faults and hostile requests: one table, in under 30 minutes on two cores
 soak: setup

@@ -1,4 +1,4 @@
-"""How much any matcher could reuse: tokens inside some run of `gram` ids that was seen before, anywhere."""
+"""Upper bound of content reuse: the tokens inside any run of `gram` ids that was seen before, at any position."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class GramBound:
         self._known: set[int] = set()
 
     def count(self, token_ids: np.ndarray, start: int) -> int:
-        """Tokens of int32 `token_ids` [n] that could be reused behind an exact prefix of `start`.
+        """Count the tokens of int32 `token_ids` [n] that could be reused after an exact prefix of `start` tokens.
 
-        Like the planner it leaves out the last token and, behind a prefix that is shorter, the first 32 positions.
+        Like the planner, this excludes the last token and, after a shorter prefix, the first 32 positions.
         """
         hashes = gram_hashes(token_ids, self.gram)
         seen = np.fromiter((h in self._known for h in hashes.tolist()), bool, len(hashes))
@@ -30,5 +30,5 @@ class GramBound:
         return int(covered[max(start, SINK_TOKENS) : len(token_ids) - 1].sum())
 
     def add(self, token_ids: np.ndarray) -> None:
-        """Everything in int32 `token_ids` is known from now on."""
+        """Record every run of int32 `token_ids` [n] as seen."""
         self._known.update(gram_hashes(token_ids, self.gram).tolist())

@@ -1,4 +1,4 @@
-"""The position-independent cache: admits sequences, hands out their slots, keeps finished ones as donors, evicts."""
+"""The position-independent cache: admits sequences, allocates slots, keeps finished sequences as donors, evicts."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from irminsul_backend.chunking import Preset, cut, fingerprint
 from irminsul_backend.errors import CapacityError
 
 METADATA_FACTOR = 4
-"""Idle donors may hold this many times the capacity in tokens (10 bytes each): shared rows take no further slots."""
+"""Limit of the tokens of all idle donors (10 bytes of metadata each), as a multiple of the pool's capacity. They can
+exceed the capacity because donors that share rows share slots."""
 
 
 class Admission(NamedTuple):
     sequence: CachedSequence
     segments: list[Segment]
     holes: np.ndarray
-    """int64, positions of the prompt to compute, ascending; the last token is always among them."""
+    """int64 [holes], positions of the prompt to compute, ascending; the last token is always among them."""
 
 
 class PICache:
-    """All methods are called from one thread (the engine's).
+    """The KV cache: slots, index and donors. All methods are called from one thread (the engine's).
 
     A sequence is *running* from :meth:`admit` to :meth:`retire` or :meth:`discard`, then *idle* (a donor that may be
-    evicted). Slots are held by sequences alone, running or idle, once per place that names them.
+    evicted). Only sequences hold slots, running or idle: one reference per entry that names the slot.
     """
 
     def __init__(self, capacity: int, preset: Preset, tier: Tier | None = None) -> None:
-        """capacity: slots of the pool. tier: where evicted donors go; by default nowhere."""
+        """capacity: number of slots in the pool. tier: takes evicted donors; by default they are dropped."""
         self.pool: Pool = SlotPool(capacity)
         self.registry: Index = Registry(preset.s1_window)
         self._tier = tier or NoTier()
@@ -56,10 +57,10 @@ class PICache:
         policy: ReusePolicy,
         max_new: int,
     ) -> Admission | None:
-        """Plan a prompt and take the slots for it and for `max_new` further tokens, so that decoding never runs dry.
+        """Plan a prompt and allocate slots for it and `max_new` further tokens, so that decoding never runs out.
 
-        Returns None, and evicts nothing, if evicting every idle donor would not be enough: try again when something
-        ends.
+        Returns None, and evicts nothing, if evicting every idle donor would not be enough: try again when a request
+        has ended.
 
         Raises:
             CapacityError: the request needs more slots than the pool has.
@@ -117,18 +118,18 @@ class PICache:
         return Admission(sequence, segments, holes)
 
     def advance(self, sequence: CachedSequence, length: int) -> None:
-        """Rows [0, length) are written. Others may reuse the prompt's from now on, the answer's once it is retired."""
+        """Mark rows [0, length) as written. Others may reuse the prompt's at once, the output's once retired."""
         is_prompt = sequence.length < sequence.prompt_length
         sequence.length = length
         if is_prompt:
             self.registry.publish(sequence)
 
     def append(self, sequence: CachedSequence, token_id: int) -> None:
-        """The answer has one more token: the one after the written rows, to be computed next, in a slot it has."""
+        """Append a generated token, to be computed next; the sequence holds a slot for it already."""
         sequence.token_ids[sequence.length] = token_id
 
     def retire(self, sequence: CachedSequence) -> None:
-        """The request has ended: cut the answer, keep [0, sequence.length) as a donor, give back the rest."""
+        """End a sequence: chunk its output, keep [0, sequence.length) as an idle donor, release the other slots."""
         length = sequence.length
         self._running.remove(sequence)
         self.pool.release(sequence.slots[length:])
@@ -148,7 +149,7 @@ class PICache:
             self._evict(next(iter(self._idle)))
 
     def _cut_written(self, sequence: CachedSequence) -> tuple[np.ndarray, np.ndarray]:
-        """Chunk ends and fingerprints of [0, length): the prompt's as they are, the answer's new."""
+        """Return chunk ends and fingerprints of [0, length): those of the prompt unchanged, those of the output new."""
         n, length, gram = sequence.prompt_length, sequence.length, self._preset.gram
         written = sequence.chunk_ends <= length
         ends, prints = sequence.chunk_ends[written], sequence.fingerprints[written]
@@ -160,7 +161,7 @@ class PICache:
         return np.concatenate((ends, answer_ends)).astype(np.int32), np.concatenate((prints, answer))
 
     def discard(self, sequence: CachedSequence) -> int:
-        """Drop a sequence, running or idle, from the registry and give its slots back; returns how many became free."""
+        """Remove a sequence, running or idle, and release its slots; returns how many slots became free."""
         if sequence.running:
             self._running.remove(sequence)
         else:
@@ -173,10 +174,11 @@ class PICache:
         return self.pool.release(sequence.slots)
 
     def is_cached(self, sequence: CachedSequence) -> bool:
+        """Whether the sequence is still in the cache, running or idle."""
         return sequence in self._idle or sequence in self._running
 
     def clear(self) -> None:
-        """Forget every idle donor."""
+        """Discard every idle donor."""
         for sequence in list(self._idle):
             self.discard(sequence)
 
@@ -189,7 +191,7 @@ class PICache:
             self._idle.move_to_end(donor)
 
     def _drop_superseded(self, segments: list[Segment]) -> None:
-        """An idle donor that lies whole inside the new sequence's exact prefix can give nothing the new one cannot."""
+        """Discard the idle donor of the exact prefix if the new sequence contains it whole, and so can replace it."""
         if segments and segments[0].exact:
             donor = segments[0].donor
             if donor in self._idle and segments[0].end == donor.length:
@@ -202,7 +204,7 @@ class PICache:
         held = np.concatenate([reused, *(s.slots for s in self._running)])
         if n > self.pool.capacity - len(np.unique(held)):
             return None  # evicting everything would not be enough, so nothing is evicted
-        # First those that hold rows alone, oldest first; then the rest, whose rows are shared among idle donors.
+        # First donors with rows of their own, least recently used first; then the rest, whose rows are all shared.
         for require_own in (True, False):
             for donor in list(self._idle):
                 if not require_own or (self.pool.refs[donor.slots] == 1).any():
@@ -212,6 +214,7 @@ class PICache:
         return None
 
     def stats(self) -> dict[str, Any]:
+        """Return the numbers of slots, sequences and index entries, for the engine's status."""
         return {
             "capacity": self.pool.capacity,
             "free": self.pool.num_free,

@@ -13,8 +13,8 @@ from irminsul_backend.chunking import chunk_starts
 class CachedSequence:
     """Token ids and slots of one request, running or finished. Position i is `token_ids[i]`, its row in `slots[i]`.
 
-    It owns its ids from admission to eviction; only the cache writes its fields. While it runs the arrays have room for
-    the tokens still to come; `length` says how far rows are written. Others may reuse `[0, length)` only.
+    A sequence owns its ids from admission to eviction; only the cache writes its fields. While it runs, the arrays have
+    room for the tokens to be generated; rows `[0, length)` are written, and only those may be reused by others.
     """
 
     namespace: str
@@ -25,18 +25,18 @@ class CachedSequence:
     """int32 [size]; two sequences, or two places in one, may name the same slot."""
     generation: np.ndarray
     """int16 [size]: 0 where every row attended to was exact in this sequence; a row reused by content counts as its own
-    generation + 1, and what is computed behind it inherits the highest so far."""
+    generation + 1, and a row computed after it inherits the highest value so far."""
     chunk_ends: np.ndarray
     """int32 [chunks]"""
     fingerprints: np.ndarray
     """uint64 [chunks]"""
     prompt_length: int = field(init=False)
     gram: int = 0
-    """Ids that each fingerprint covers, up to its chunk's end; 0 = the chunk (``Preset.gram``)."""
+    """Number of ids that a fingerprint covers, up to its chunk's end; 0 = the whole chunk (``Preset.gram``)."""
     length: int = 0
     running: bool = True
     num_published: int = 0
-    """Chunks that the registry knows of this sequence."""
+    """Number of chunks that the index holds of this sequence."""
     content_keys: list[int] = field(default_factory=list)
     prefix_keys: list[int] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class CachedSequence:
 
     @property
     def chunk_starts(self) -> np.ndarray:
-        """int64 [chunks], where what each fingerprint covers begins."""
+        """int64 [chunks], the first position that each fingerprint covers."""
         return chunk_starts(self.chunk_ends, self.gram)
 
     @property

@@ -1,6 +1,6 @@
-"""What the cache is made of: a pool of slots, an index of content, a reuse policy and a tier of memory.
+"""Interfaces of the cache's parts: slot pool, content index, reuse policy and memory tier.
 
-Each class says what it may touch. All of them are called from the engine's thread, under no lock.
+Each class documents the state it may modify. All methods are called from the engine's thread, so none takes a lock.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Place(NamedTuple):
 
 
 class Pool(ABC):
-    """Hands out slots and counts their holders. Touches its own arrays only, never a sequence or a row.
+    """Allocates slots and counts the references to them. Modifies its own arrays only, never a sequence or a row.
 
     Attributes:
         capacity: number of slots.
-        num_free: slots without a holder.
-        refs: int32 [capacity], how many places in live sequences name the slot; 0 is free.
-        base: int32 [capacity], base position, where the row was computed. Written by the cache at admission.
+        num_free: number of slots without a reference.
+        refs: int32 [capacity], reference count: how many entries of live sequences name the slot; 0 means free.
+        base: int32 [capacity], base position at which the row was computed. Written by the cache at admission.
         generation: int16 [capacity], 0 for rows computed on purely exact context. Written by the cache at admission.
     """
 
@@ -39,25 +39,25 @@ class Pool(ABC):
 
     @abstractmethod
     def allocate(self, n: int) -> np.ndarray | None:
-        """Take n free slots, each with one reference: int32 [n], or None, with nothing changed, if fewer are free."""
+        """Allocate n slots with one reference each: int32 [n], or None, changing nothing, if fewer are free."""
 
     @abstractmethod
     def share(self, slots: np.ndarray) -> None:
-        """Add a reference for every entry of int32 `slots`, which may repeat; none of them may be free."""
+        """Add one reference per entry of int32 `slots`. Entries may repeat; no slot may be free."""
 
     @abstractmethod
     def release(self, slots: np.ndarray) -> int:
-        """Drop a reference for every entry of int32 `slots`; returns how many slots became free."""
+        """Drop one reference per entry of int32 `slots`; returns how many slots became free."""
 
 
 class Index(ABC):
-    """Proposes donors by content. Reads sequences, writes only the bookkeeping of what it published of them.
+    """Maps content to the donors that hold it. Of a sequence it modifies only the record of what is published.
 
-    It may be wrong: the planner compares token ids before a row is reused, so a collision costs time.
+    Lookups are proposals: the planner compares token ids before a row is reused, so a hash collision only costs time.
     """
 
     s1_window: int
-    """Length of the windows that are indexed besides chunks; 0 = none."""
+    """Length in tokens of the windows that are indexed in addition to chunks; 0 = none."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Index(ABC):
 
     @abstractmethod
     def publish(self, sequence: CachedSequence) -> None:
-        """Index what is written of the sequence and not indexed yet."""
+        """Index the part of the sequence that is written and not indexed yet."""
 
     @abstractmethod
     def forget(self, sequence: CachedSequence) -> None:
@@ -73,39 +73,39 @@ class Index(ABC):
 
     @abstractmethod
     def content(self, namespace: str) -> Mapping[int, Place]:
-        """Where each known fingerprint of the namespace lies. Valid until the next publish or forget; do not write."""
+        """Return the place of each known fingerprint of the namespace; read-only, valid until publish or forget."""
 
     @abstractmethod
     def find_prefix(self, namespace: str, token_ids: np.ndarray) -> CachedSequence | None:
-        """The donor of the longest known prefix of int32 `token_ids` [n]."""
+        """Return the donor that holds the longest known prefix of int32 `token_ids` [n], or None."""
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[str, CachedSequence, int]]:
-        """Every entry as (namespace, donor, position that must be written), for integrity checks."""
+        """Yield every entry as (namespace, donor, position that must be written), for integrity checks."""
 
 
 class ReusePolicy(ABC):
-    """Says which finds a request may take; everything else of its prompt is computed. Touches nothing.
+    """Decides which cached rows a request may reuse; the rest of its prompt is computed. Stateless.
 
-    The planner asks it, and keeps to the invariants whatever it answers: ids are compared, the last token is computed,
-    and the first 32 positions are never reused by content.
+    The planner upholds the invariants whatever a policy decides: ids are compared, the last token is computed, and the
+    first 32 positions are never reused by content.
     """
 
     name: str
-    """As requests name it: one of ``request_spec.REUSE_POLICIES``."""
+    """Value of the request's input `reuse` that selects the policy: one of ``request_spec.REUSE_POLICIES``."""
     takes_prefix: bool
-    """Whether a prefix may be taken, as far as `prefix_length` says; if not, none is looked for."""
+    """Whether a matching prefix may be reused, up to `prefix_length`; if False, the planner looks for none."""
     takes_content: bool
-    """Whether chunks found at any place may be taken, after the prefix."""
+    """Whether content after the prefix may be reused from any position."""
 
     @abstractmethod
     def prefix_length(self, donor: CachedSequence) -> int:
-        """How many of the donor's rows, from position 0 on, may be taken where the ids are equal."""
+        """Return how many of the donor's rows, from position 0 on, may be reused where the ids are equal."""
 
 
 class Tier(ABC):
-    """Where the rows of donors go that the pool has no room for. May read the donor; must not keep its slots."""
+    """Takes over the donors that are evicted from the pool. May read the donor; must not keep its slots."""
 
     @abstractmethod
     def store(self, donor: CachedSequence) -> None:
-        """Called once for an idle donor, before its slots are released."""
+        """Store an idle donor that is being evicted; called once, before its slots are released."""

@@ -1,4 +1,4 @@
-"""Turn (tokens, chunks) into segments to reuse and holes to compute. Pure: reads the registry, changes nothing."""
+"""Plans which positions of a prompt reuse which donor's rows. Pure: reads the index, changes nothing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from irminsul_backend.chunking import chunk_starts
 
 
 class Segment(NamedTuple):
-    """Positions [start, end) take the donor's rows from donor_start on. Every id in it was compared."""
+    """Positions [start, end) reuse the donor's rows from `donor_start` on. Every id in it was compared."""
 
     start: int
     end: int
     donor: CachedSequence
     donor_start: int
     exact: bool
-    """Part of the longest identical prefix."""
+    """Whether the segment is the longest identical prefix."""
 
     @property
     def delta(self) -> int:
+        """δ: position in the prompt minus position in the donor."""
         return self.start - self.donor_start
 
 
@@ -41,23 +42,22 @@ def plan(
     gram: int = 0,
     also_try: Sequence[CachedSequence] = (),
 ) -> list[Segment]:
-    """Segments in order of position, never overlapping, never holding the last token.
+    """Return the segments to reuse: in order of position, disjoint, never with the last token.
 
     Args:
         token_ids: int32 [n].
         chunk_ends, fingerprints: int32 and uint64 [chunks], from the chunker.
-        policy: which finds may be taken.
-        extension: grow a found chunk left and right while the ids stay equal.
-        min_segment: shorter finds are computed instead.
-        gram: ids that a fingerprint covers, up to its chunk's end; 0 = the chunk.
-        also_try: donors to ask before the registry (the session's last sequence). Its copy of a chunk most often has
-            the same text around it, so that one long segment serves where other sessions' latest copies would give
-            several.
+        policy: decides which matches may be reused.
+        extension: extend a matching chunk left and right while the ids are equal.
+        min_segment: tokens; shorter matches are computed instead.
+        gram: number of ids that a fingerprint covers, up to its chunk's end; 0 = the whole chunk.
+        also_try: donors to try before the index (the session's last sequence). Its copy of a chunk usually has the same
+            text around it, which gives one long segment where the latest copies of other sessions would give several.
     """
     last = len(token_ids) - 1
     segments: list[Segment] = []
     prefix, donor = 0, None
-    if policy.takes_prefix:  # looking for one hashes the whole prompt
+    if policy.takes_prefix:  # the lookup hashes the whole prompt
         known = registry.find_prefix(namespace, token_ids)
         donors = [*also_try, *([known] if known else [])]
         prefix, donor = _longest_prefix(token_ids[:last], donors, policy)
@@ -77,7 +77,7 @@ def plan(
             break
         found = None
         if extension and former is not None:
-            # what lies before this chunk was looked at with the chunk before
+            # positions before this chunk were tried with the previous chunk
             found = _resumed(token_ids, max(cursor, start), min(end + min_segment, last), former, min_segment)
         if found is not None:
             found = _extended(token_ids, found, cursor, last)
@@ -98,7 +98,7 @@ def plan(
         else:
             segments.append(found)
         former, cursor = segments[-1], found.end
-        # with windows the rest of this chunk is still to be looked at
+        # with windows the rest of this chunk is still to be probed
         at = max(at - bool(registry.s1_window), int(np.searchsorted(chunk_ends, cursor, side="right")))
     return segments
 
@@ -116,9 +116,9 @@ def _longest_prefix(
 
 
 def _resumed(token_ids: np.ndarray, start: int, end: int, former: Segment, least: int) -> Segment | None:
-    """The first run of at least `least` equal ids in [start, end) at the former segment's δ.
+    """Return the first run of at least `least` equal ids in [start, end) at the δ of the segment before.
 
-    Behind a few replaced tokens both prompts go on in step, often for less than a chunk.
+    After a few replaced tokens both prompts are equal again, often for less than a chunk.
     """
     donor, shift = former.donor, former.delta
     start, end = max(start, shift + SINK_TOKENS), min(end, shift + donor.length)
@@ -134,7 +134,7 @@ def _resumed(token_ids: np.ndarray, start: int, end: int, former: Segment, least
 
 
 class _Places:
-    """Where a chunk may lie: its first place in each donor of `also_try`, then the registry's latest copy."""
+    """Candidate places of a chunk: its first place in each donor of `also_try`, then the index's latest copy."""
 
     def __init__(self, registry: Index, namespace: str, also_try: Sequence[CachedSequence]) -> None:
         self._known = registry.content(namespace)
@@ -162,7 +162,7 @@ def _probe(
     last: int,
     extension: bool,
 ) -> Segment | None:
-    """Look up (start, end, fingerprint) one after the other; of the first one's places take what grows longest."""
+    """Return the longest verified match of the first of `probes`, (start, end, fingerprint), that has any."""
     for start, end, fingerprint in probes:
         begin = max(start, cursor)
         if begin >= end:
@@ -206,7 +206,7 @@ def _same_line(a: Segment, b: Segment) -> bool:
 
 
 def _match_right(a: np.ndarray, i: int, b: np.ndarray, j: int, limit: int) -> int:
-    """How many ids from a[i], b[j] on are equal, at most `limit`; compares in windows that double."""
+    """Count the equal ids from a[i] and b[j] on, up to `limit`; compares in windows of doubling length."""
     done, window = 0, 64
     while done < limit:
         n = min(window, limit - done)
@@ -219,7 +219,7 @@ def _match_right(a: np.ndarray, i: int, b: np.ndarray, j: int, limit: int) -> in
 
 
 def _match_left(a: np.ndarray, i: int, b: np.ndarray, j: int, limit: int) -> int:
-    """How many ids before a[i], b[j] are equal, at most `limit`."""
+    """Count the equal ids before a[i] and b[j], up to `limit`."""
     done, window = 0, 64
     while done < limit:
         n = min(window, limit - done)

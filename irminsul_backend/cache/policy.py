@@ -1,4 +1,8 @@
-"""The reuse policies. A new one is a class here, in `POLICIES`, and its name among the choices in `request_spec`."""
+"""The reuse policies.
+
+To add one, write its class here, add it to `POLICIES`, add its name to the choices of `reuse` in `request_spec`, and
+run `make generate`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from irminsul_backend.cache.interfaces import ReusePolicy
 
 
 class Off(ReusePolicy):
-    """Compute everything."""
+    """Reuses nothing; the whole prompt is computed."""
 
     name = "off"
     takes_prefix = False
@@ -18,7 +22,7 @@ class Off(ReusePolicy):
 
 
 class Exact(ReusePolicy):
-    """The longest prefix whose rows equal those of a full prefill."""
+    """Reuses the longest prefix whose rows equal those of a full prefill."""
 
     name = "exact"
     takes_prefix = True
@@ -29,7 +33,7 @@ class Exact(ReusePolicy):
 
 
 class Content(ReusePolicy):
-    """The longest prefix, exact or not, then chunks found anywhere."""
+    """Reuses the longest prefix, exact or not, then content found at any position."""
 
     name = "content"
     takes_prefix = True

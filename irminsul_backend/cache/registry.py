@@ -1,6 +1,6 @@
-"""Where known content lies: (namespace, chunk fingerprint) → place, and (namespace, hash of a whole prefix) → donor.
+"""The content index: (namespace, chunk fingerprint) → place, and (namespace, hash of a prefix) → donor.
 
-A registry only ever proposes. The planner compares token ids before anything is reused, so a hash collision costs time.
+Lookups are proposals: the planner compares token ids before a row is reused, so a hash collision only costs time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from irminsul_backend.cache.interfaces import Index, Place
 from irminsul_backend.chunking import fingerprint
 
 PREFIX_BLOCK = 16
-"""Granularity at which whole prefixes are known, in tokens from position 0; the planner goes on token by token."""
-
+"""Block size of the prefix index, in tokens; the planner extends a prefix match token by token."""
 
 SINK_TOKENS = 32
-"""Positions below this hold the attention sink: never reused by content, neither from there nor there."""
+"""Positions below this are the attention sink: reuse by content neither takes rows from them nor puts rows there."""
 
 
 class _Entries(NamedTuple):
@@ -28,10 +27,10 @@ class _Entries(NamedTuple):
 
 
 class Registry(Index):
-    """Latest copy wins between sequences; inside one sequence the first occurrence stays."""
+    """Hash-table index. It keeps the copy of the latest sequence, and within one sequence the first occurrence."""
 
     def __init__(self, s1_window: int = 0) -> None:
-        """s1_window: also register the windows of this length in longer chunks (``Preset.s1_window``)."""
+        """s1_window: if not 0, also index windows of this many tokens in longer chunks (``Preset.s1_window``)."""
         self.s1_window = s1_window
         self._namespaces: dict[str, _Entries] = {}
 
@@ -39,7 +38,7 @@ class Registry(Index):
         return sum(len(index.content) + len(index.prefix) for index in self._namespaces.values())
 
     def publish(self, sequence: CachedSequence) -> None:
-        """Register the prefix blocks and chunks whose rows are written and that are not yet registered."""
+        """Index the prefix blocks and chunks whose rows are written and that are not indexed yet."""
         index = self._namespaces.setdefault(sequence.namespace, _Entries({}, {}))
         known_keys = len(sequence.prefix_keys)
         chain = sequence.prefix_keys[-1] if known_keys else 0
@@ -64,7 +63,7 @@ class Registry(Index):
 
     def _put_content(self, index: _Entries, sequence: CachedSequence, start: int, key: int) -> None:
         if start < SINK_TOKENS:
-            return  # of no use, and it must not take the place of a later occurrence
+            return  # never reusable, and it must not displace a later occurrence
         place = index.content.get(key)
         if place is None or place.donor is not sequence:
             index.content[key] = Place(sequence, start)
@@ -86,12 +85,12 @@ class Registry(Index):
             del self._namespaces[sequence.namespace]
 
     def content(self, namespace: str) -> Mapping[int, Place]:
-        """Where each known fingerprint of the namespace lies; the registry's own table, to be read at once."""
+        """Return the place of each known fingerprint of the namespace: the index's own table, not a copy."""
         index = self._namespaces.get(namespace)
         return index.content if index else {}
 
     def find_prefix(self, namespace: str, token_ids: np.ndarray) -> CachedSequence | None:
-        """The donor behind the longest known prefix of `token_ids`, in blocks."""
+        """Return the donor that holds the longest known prefix of `token_ids` in whole blocks, or None."""
         index = self._namespaces.get(namespace)
         found: CachedSequence | None = None
         if index is not None:
@@ -100,14 +99,14 @@ class Registry(Index):
         return found
 
     def entries(self) -> Iterator[tuple[str, CachedSequence, int]]:
-        """Every entry as (namespace, donor, position that must be written), for integrity checks."""
+        """Yield every entry as (namespace, donor, position that must be written), for integrity checks."""
         for name, index in self._namespaces.items():
             yield from ((name, place.donor, place.offset) for place in index.content.values())
             yield from ((name, donor, 0) for donor in index.prefix.values())
 
 
 def s1_windows(token_ids: np.ndarray, start: int, end: int, window: int, namespace: str) -> list[tuple[int, int]]:
-    """(first position, fingerprint) of the whole windows of `window` ids in the chunk [start, end), if it is longer."""
+    """Return (first position, fingerprint) of each full window of `window` ids in a chunk that is longer than one."""
     stops = np.arange(start + window, end + 1, window)
     if end - start <= window:
         return []
@@ -116,7 +115,7 @@ def s1_windows(token_ids: np.ndarray, start: int, end: int, window: int, namespa
 
 
 def _block_keys(token_ids: np.ndarray, chain: int) -> Iterator[int]:
-    """One key per whole block of int32 `token_ids`, each the hash of all blocks up to it; `chain` is the key before."""
+    """Yield one key per full block of int32 `token_ids`: a hash of all blocks up to it; `chain` is the key before."""
     data, step = token_ids.tobytes(), PREFIX_BLOCK * token_ids.itemsize
     for at in range(0, len(data) - step + 1, step):
         chain = hash((chain, data[at : at + step]))

@@ -1,6 +1,6 @@
-"""Slots: who holds which, where each row was computed, and how far its context is from exact.
+"""The slot pool: reference count, base position and generation of each slot.
 
-Bookkeeping only (numpy); the rows themselves lie in the engine's pool under the same indices.
+Bookkeeping only (numpy); the rows themselves are in the model runner's pool, at the same indices.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from irminsul_backend.cache.interfaces import Pool
 
 
 class SlotPool(Pool):
-    """`capacity` slots with reference counts. A slot with no reference is free; there is no other state. `base` and
-    `generation` mean nothing while a slot is free.
+    """Reference-counted slots. A slot without a reference is free; there is no other state.
+
+    `base` and `generation` are meaningless while a slot is free.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -25,10 +26,10 @@ class SlotPool(Pool):
         self.num_free = capacity
 
     def allocate(self, n: int) -> np.ndarray | None:
-        """Take n free slots, each with one reference; int32 [n], or None (nothing changed) if fewer are free.
+        """Allocate n slots with one reference each; int32 [n], or None, changing nothing, if fewer are free.
 
-        The slots come in as few consecutive stretches as possible, because attention on the CPU reads stretches as
-        views: the smallest stretch that is long enough, otherwise the longest ones.
+        The slots form as few contiguous runs as possible, because attention on the CPU reads a run as a view: the
+        smallest run that is long enough, otherwise the longest ones.
         """
         if n > self.num_free:
             return None
@@ -52,12 +53,12 @@ class SlotPool(Pool):
         return slots
 
     def share(self, slots: np.ndarray) -> None:
-        """Add one reference for every entry of `slots` (int32, entries may repeat). Free slots cannot be shared."""
+        """Add one reference per entry of int32 `slots`. Entries may repeat; free slots cannot be shared."""
         assert (self.refs[slots] > 0).all(), "a free slot was shared"
         np.add.at(self.refs, slots, 1)
 
     def release(self, slots: np.ndarray) -> int:
-        """Drop one reference for every entry of `slots`; returns how many slots became free."""
+        """Drop one reference per entry of int32 `slots`; returns how many slots became free."""
         np.subtract.at(self.refs, slots, 1)
         left = self.refs[slots]
         assert (left >= 0).all(), "a slot was released more often than it was held"

@@ -1,4 +1,4 @@
-"""Tiers of memory below the pool. There is none yet: rows that the pool has no room for are computed again."""
+"""Memory tiers below the pool. There is none yet: evicted rows are computed again when they are needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from irminsul_backend.cache.interfaces import Tier
 
 
 class NoTier(Tier):
-    """Keeps nothing."""
+    """Drops evicted donors."""
 
     def store(self, donor: CachedSequence) -> None:
         return

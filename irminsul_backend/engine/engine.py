@@ -29,17 +29,18 @@ from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
 log = logging.getLogger(__name__)
 
 STEP_TARGET_S, LEAST_SLICE = 0.25, 128
-"""While others decode, a step's token budget is halved when it took longer, and doubled when it took less than half: a
-long prompt must not hold up the answers that are being written. Slices below the second cost too much repetition."""
+"""Target duration of a step in seconds, and least token budget of a step. While sequences decode, the budget is halved
+when a step took longer than the target and doubled when it took less than half of it, so that a long prompt does not
+stall decoding. A smaller budget would repeat too much work per step."""
 CHECK_EVERY_S = 10.0
-"""Least time between two integrity checks of an idle engine; one takes milliseconds that a request would wait."""
+"""Seconds between two integrity checks of an idle engine, at least: a check delays a new request by milliseconds."""
 
 
 class Engine:
-    """Requests go in by :meth:`submit` from any thread; events come out in order, on the engine's own thread.
+    """Serves requests with one model. :meth:`submit` may be called from any thread; events come from the engine's own.
 
-    One step is one forward pass over everything there is to do: the next token of every decoding sequence and, within
-    the token budget, prompt holes of the others, in order of arrival. A request is planned only when its prefill can
+    One step is one forward pass over the scheduled tokens: the next token of every decoding sequence and, within the
+    token budget, prompt holes of the others, in order of arrival. A request is planned only when its prefill can
     begin, so it finds what the requests before it have just computed.
     """
 
@@ -53,7 +54,14 @@ class Engine:
         max_running: int = 64,
         use_kernels: bool | None = None,
     ) -> None:
-        """`use_kernels` as in ModelRunner."""
+        """Make the engine without starting its thread.
+
+        Args:
+            capacity: number of slots in the pool.
+            max_batch_tokens: token budget of a step.
+            max_running: most sequences in a step.
+            use_kernels: as in ModelRunner.
+        """
         self.cache = PICache(capacity, preset)
         self.runner = ModelRunner(model, capacity, max_running=max_running, use_kernels=use_kernels)
         self._preset = preset
@@ -71,7 +79,7 @@ class Engine:
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> Engine:
-        """Load the model and size the pool. Raises ServerStartError or UnsupportedModelError with field and value."""
+        """Load the model and size the pool; raises ServerStartError or UnsupportedModelError with field and value."""
         if config.preset not in PRESETS:
             raise ServerStartError(f"preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
         device, dtype = resolve_device(config)
@@ -117,8 +125,8 @@ class Engine:
             token_ids: int32 [n], n >= 1.
             chunk_ends: int32 [chunks], ascending, the last one n.
             fingerprints: uint64 [chunks].
-            on_event: called on the engine's thread with every Event, in order of index; it must not block. The last one
-                is of kind `finished` or `error`.
+            on_event: called on the engine's thread with every Event, in order of index; it must not block. The last
+                event is of kind `finished` or `error`.
 
         Raises:
             InvalidRequestError: the tensors contradict each other, or the key is in use.
@@ -144,7 +152,7 @@ class Engine:
     def stop(self, key: str, reason: FinishReason = "cancelled") -> bool:
         """End a request early; its `finished` event says why: `cancelled`, or `stop` where its text is complete.
 
-        False if no such request runs (any more).
+        Returns False if no such request is waiting or running.
         """
         if key not in self._live:
             return False
@@ -158,7 +166,7 @@ class Engine:
         return True
 
     def status(self) -> dict[str, Any]:
-        """Cache statistics, counters and the verdict of the integrity check, taken between two steps."""
+        """Return cache statistics, counters and the result of an integrity check, taken between two steps."""
         answer: Future[dict[str, Any]] = Future()
         self._inbox.put(lambda: answer.set_result(self._status()))
         return answer.result(timeout=60)
@@ -205,7 +213,7 @@ class Engine:
             pass
 
     def _start_afresh(self, message: str) -> None:
-        """Give up every running request and every cached row: after a fault nothing cached is trusted."""
+        """Fail every running request and empty the cache: after a fault no cached row is trusted."""
         self._counters["cache_resets"] += 1
         running, self._running = self._running, []
         self.cache = PICache(self.cache.pool.capacity, self._preset)
@@ -245,11 +253,11 @@ class Engine:
                 sequence.emit("progress", prefilled=sequence.cached.sequence.length)
         if ready:
             self._sample(ready, logits)
-        if decoding and len(batch) > decoding:  # what decodes was sampled, so a GPU has been waited for
+        if decoding and len(batch) > decoding:  # tokens were sampled, so the device is synchronised
             self._adapt(time.monotonic() - began)
 
     def _schedule(self) -> list[RunningSequence]:
-        """Decoding sequences first, then prefills in order of arrival while the token budget lasts."""
+        """Select the sequences of a step: all that decode, then prefills in order of arrival within the budget."""
         batch = [s for s in self._running if not s.is_prefilling]
         budget = self._prefill_budget(len(batch))
         for sequence in self._running:
@@ -265,7 +273,7 @@ class Engine:
         return batch
 
     def _prefill_budget(self, decoding: int) -> int:
-        """Prompt tokens that fit a step beside so many decoding sequences."""
+        """Return how many prompt tokens fit in a step with `decoding` decoding sequences."""
         return (self._slice if decoding else self._max_batch_tokens) - decoding
 
     def _adapt(self, seconds: float) -> None:
@@ -275,7 +283,7 @@ class Engine:
             self._slice = min(self._max_batch_tokens, self._slice * 2)
 
     def _admit(self, sequence: RunningSequence) -> bool:
-        """Move the head of the queue to the running ones; False if it ended or does not fit now."""
+        """Admit the head of the waiting queue; False if it failed or does not fit now."""
         request = sequence.request
         try:
             admission = self.cache.admit(
@@ -338,7 +346,7 @@ class Engine:
                 log.exception("sampling failed")
                 self._fail(ready[0], f"sampling failed: {type(error).__name__}: {error}")
                 return
-            for i, sequence in enumerate(ready):  # whose request it is shows when each is alone
+            for i, sequence in enumerate(ready):  # sampled one by one, only the request at fault fails
                 self._sample_by_torch([sequence], logits[i : i + 1])
             return
         for i, (sequence, token) in enumerate(zip(ready, tokens, strict=True)):
@@ -357,7 +365,7 @@ class Engine:
             sequence.emit("tokens", token_ids=(token,), log_probs=log_probs)
 
     def _distrust(self, sequence: RunningSequence) -> None:
-        """Logits are not finite. If rows were reused, drop their donors and compute the whole prompt once more."""
+        """Handle non-finite logits: if rows were reused, discard their donors and recompute the whole prompt."""
         segments = sequence.cached.segments
         if not segments or sequence.sampler.generated:
             self._fail(

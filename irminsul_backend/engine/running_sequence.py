@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""The state of one request in the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from irminsul_backend.protocol import Event, EventKind, GenerationRequest, Usage
 
 
 class RunningSequence:
-    """Waiting until it has an admission, then prefilling its holes, then decoding."""
+    """A request in the engine: waiting until it is admitted, then prefilling its holes, then decoding."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class RunningSequence:
         self.sampler = Sampler(request, token_ids, vocab_size)
         self.admission: Admission | None = None
         self.num_computed = 0
-        """Holes whose rows are written."""
+        """Number of holes whose rows are written."""
         self._on_event = on_event
         self._num_events = 0
         self._arrival = time.monotonic()
@@ -41,6 +41,7 @@ class RunningSequence:
 
     @property
     def cached(self) -> Admission:
+        """The admission of a request that is no longer waiting."""
         assert self.admission is not None, "the sequence is still waiting"
         return self.admission
 
@@ -56,7 +57,7 @@ class RunningSequence:
             self.emit("admitted", request=self.request)
 
     def next_piece(self, budget: int) -> Piece:
-        """What to compute next: up to `budget` (>= 1) holes, or the newest generated token."""
+        """Return the tokens to schedule next: up to `budget` (>= 1) holes, or the last generated token."""
         sequence, holes = self.cached.sequence, self.cached.holes
         if self.is_prefilling:
             positions = holes[self.num_computed : self.num_computed + budget]

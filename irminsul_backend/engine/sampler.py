@@ -1,4 +1,4 @@
-"""Choosing the next token: penalties, bad words, temperature, top-k, top-p, min-p, one random stream per request."""
+"""Sampling: penalties, bad words, temperature, top-k, top-p and min-p, with one random stream per request."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from irminsul_backend.protocol import GenerationRequest
 
 
 class Sampler:
-    """Sampling state of one request. Its random numbers depend on its seed and how many it drew, on nothing else."""
+    """Sampling state of one request. Its random numbers depend only on its seed and on how many it has drawn."""
 
     def __init__(self, request: GenerationRequest, prompt_ids: np.ndarray, vocab_size: int) -> None:
-        """prompt_ids: int32 [n], not kept; of the penalties the repetition penalty alone counts them."""
+        """prompt_ids: int32 [n], not kept; only the repetition penalty counts them."""
         self.params = request.sampling
         self.bad_words = [list(word) for word in request.bad_words if word]
         self.generated: list[int] = []
@@ -33,7 +33,7 @@ class Sampler:
             self._seen = torch.from_numpy(seen)
             self._counts = torch.zeros(vocab_size)
         self.is_plain = not (self._penalised or self.bad_words or request.return_log_probs)
-        """Whether :func:`sample_on_device` can serve the request, always or never: its random stream is another."""
+        """Whether :func:`sample_on_device` serves the request. Fixed, because its random stream is a different one."""
 
     @torch.inference_mode()
     def adjust(self, logits: Tensor) -> None:
@@ -50,10 +50,11 @@ class Sampler:
                 logits[word[-1]] = float("-inf")
 
     def noise(self, vocab_size: int) -> Tensor:
-        """float32 [vocab], exponentially distributed: argmax(p / noise) is a sample of p."""
+        """Draw exponential noise, float32 [vocab]: argmax(p / noise) is a sample of p."""
         return torch.empty(vocab_size).exponential_(generator=self._generator)
 
     def accept(self, token: int) -> None:
+        """Record a generated token, for penalties and bad words."""
         self.generated.append(token)
         if self._penalised:
             self._seen[token] = True
@@ -62,7 +63,7 @@ class Sampler:
 
 @torch.inference_mode()
 def sample(logits: Tensor, samplers: Sequence[Sampler], log_probs: bool) -> tuple[list[int], list[float]]:
-    """One token per row.
+    """Sample one token per row of logits.
 
     Args:
         logits: float32 [N, vocab]; changed in place.
@@ -102,7 +103,7 @@ def _draw(logits: Tensor, samplers: list[Sampler]) -> Tensor:
 
 @torch.inference_mode()
 def sample_on_device(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[list[int], list[bool]]:
-    """One token per row by the sampling kernel, for plain samplers; the host waits once, for the result.
+    """Sample one token per row with the sampling kernel, for plain samplers; synchronises once, for the result.
 
     Args:
         logits: float32 [N, vocab], contiguous.

@@ -1,4 +1,4 @@
-"""Reading the typed inputs of a request, with errors that name the input."""
+"""Typed access to the inputs of a request, with errors that name the input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KNOWN = {spec.name: spec for spec in INPUTS if not spec.endpoints_only}
 
 
 class RequestFields:
-    """The inputs that a request has, by name: text as str or as UTF-8 bytes, numbers, lists of text, arrays of ids.
+    """The inputs of a request, by name: text as str or as UTF-8 bytes, numbers, lists of text, arrays of ids.
 
     Every method raises InvalidRequestError naming input, value and limit.
     """
@@ -28,11 +28,11 @@ class RequestFields:
         return name in self._values
 
     def size(self, name: str) -> int:
-        """Length in bytes of UTF-8; 0 if absent."""
+        """Return the length of a text in UTF-8 bytes; 0 if the input is absent."""
         return _size(_check_text(name, self._values[name])) if name in self._values else 0
 
     def get(self, name: str) -> Any:
-        """The value of a single-valued input, checked against its type and range; the default if it is absent."""
+        """Return the value of a single-valued input, checked against type and range; its default if absent."""
         spec = BY_NAME[name]
         if name not in self._values:
             return spec.default
@@ -41,7 +41,7 @@ class RequestFields:
         return value
 
     def words(self, name: str) -> list[str]:
-        """A list of UTF-8 texts without the empty ones, which some clients send for "none"."""
+        """Return a list of texts without the empty ones, which some clients send for "none"."""
         values = self._values.get(name, [])
         if not isinstance(values, (list, tuple)):
             raise InvalidRequestError(f"{name} must be a list of texts, not {type(values).__name__}")
@@ -56,7 +56,7 @@ class RequestFields:
         return [word for word in words if word]
 
     def ids(self, name: str) -> np.ndarray:
-        """Token ids as they came, whole numbers [n]; not copied."""
+        """Return token ids as they were sent, integers [n]; not copied."""
         ids = np.asarray(self._values[name])
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise InvalidRequestError(

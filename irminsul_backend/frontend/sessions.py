@@ -1,4 +1,4 @@
-"""The chunker's open sessions: who may continue, and what each one's last prompt was."""
+"""The table of open sessions, with the last prompt of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from irminsul_backend.protocol import MAX_SESSION_ID_BYTES
 
 
 class CutPrompt(NamedTuple):
-    """A prompt and where it was cut; what the next turn's cutting starts from."""
+    """A prompt and its chunk ends, from which the session's next prompt is cut incrementally."""
 
     ids: np.ndarray
     """int32 [n]."""
@@ -27,6 +27,7 @@ class CutPrompt(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Size of the arrays in bytes."""
         return self.ids.nbytes + self.edges.nbytes + self.ends.nbytes
 
 
@@ -39,9 +40,9 @@ class _Session:
 class SessionTable:
     """Sessions by id, least recently used first. All methods may be called from any thread.
 
-    Triton never tells a model that a sequence went idle, so the table forgets by itself: a session after `ttl_s`
-    seconds without a request; the one idle for longest when there are more than `max_sessions`; and the last prompts
-    (not the sessions) of those idle for longest when all prompts together are over `max_prompt_bytes`.
+    Triton never tells a model that a sequence went idle, so the table evicts by itself: a session after `ttl_s` seconds
+    without a request; the one idle for longest when there are more than `max_sessions`; and the oldest prompts (not
+    their sessions) when all prompts together exceed `max_prompt_bytes`.
     """
 
     def __init__(
@@ -57,19 +58,19 @@ class SessionTable:
         self._max_prompt_bytes = max_prompt_bytes
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._prompts: OrderedDict[str, int] = OrderedDict()
-        """Bytes of each remembered prompt, least recently remembered first."""
+        """Size in bytes of each remembered prompt, oldest first."""
         self._lock = Lock()
         self.prompt_bytes = 0
-        """Memory of all remembered prompts."""
+        """Size in bytes of all remembered prompts."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def enter(self, session_id: str, start: bool, end: bool) -> CutPrompt | None:
-        """Admit a request to its session and apply its flags, before anything else about it is looked at.
+        """Admit a request to its session and apply its flags, before anything else in it is checked.
 
-        START opens the session, so that a bad first request does not lose it; END closes it, whatever becomes of the
-        request. Returns the session's last prompt, if it is remembered.
+        START opens the session even if the request is refused later; END closes it in any case. Returns the session's
+        last prompt, or None if there is none.
 
         Raises:
             SessionError: the id is empty or too long; START on an open session; no START on one that is not open.
