@@ -51,6 +51,11 @@ class ServerConfig:
     threads: int = 0
     """torch threads of the engine; 0 = one per core."""
     log_level: str = "INFO"
+    log_format: str = "text"
+    """``text`` | ``json`` (one object a line)."""
+    log_ids: str = "hashed"
+    """How request keys and session ids, which clients choose, stand in the log: ``hashed`` (short; keyed anew at each
+    start of the server, the same in all of its processes) | ``plain``."""
 
     @classmethod
     def from_env(cls, env: dict[str, str] | None = None) -> ServerConfig:

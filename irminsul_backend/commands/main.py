@@ -32,6 +32,8 @@ SETTINGS = {
     "max_text_bytes": ("N", "largest prompt text, in bytes (default: {default})"),
     "stream_interval_ms": ("MS", "least time between two responses of a stream; 0 = none (default: {default})"),
     "session_ttl_s": ("SECONDS", "time after which an idle session is forgotten (default: {default})"),
+    "log_format": ("FORM", "lines of the log: text or json (default: {default})"),
+    "log_ids": ("HOW", "request keys and session ids in the log: hashed or plain (default: {default})"),
     "threads": ("N", "CPU threads of the engine; 0 = one per core (default: {default})"),
 }
 """Settings that are flags of `serve`, with metavar and help. Each is also the environment variable IRMINSUL_<NAME>."""

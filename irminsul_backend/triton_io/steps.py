@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
-from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, IrminsulError
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
@@ -40,11 +39,6 @@ START = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
 END = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
 logger = logging.getLogger(__name__)
-
-
-def set_up_logging(config: ServerConfig) -> None:
-    """Send this process's log to stderr, which the server's log collects."""
-    logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
 
 
 def respond(specs: Iterable[TensorSpec], values: dict[str, Any]) -> pb_utils.InferenceResponse:
