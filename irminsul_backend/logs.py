@@ -3,8 +3,8 @@
 A line of text: ``2026-12-07T11:52:00.123Z ERROR irminsul_backend.engine.engine [request=1f0c9a2b44]: sampling failed``.
 
 Request keys and session ids are chosen by clients and may name people. They are logged as short keyed hashes: equal in
-all processes of one server, so that its lines can be joined, and meaningless to a reader of the log. Prompts and outputs
-are not logged at all.
+all processes of one server, so that its lines can be joined, and meaningless to a reader of the log. Prompts and
+outputs are not logged at all.
 """
 
 from __future__ import annotations
@@ -102,10 +102,11 @@ class LineFormatter(logging.Formatter):
             "process": self._process,
             "logger": record.name,
             **fields,
-            "message": message.encode(errors="backslashreplace").decode(),
-            "exception": trace.encode(errors="backslashreplace").decode(),
+            "message": message,
+            "exception": trace,
         }
-        return json.dumps({name: value for name, value in values.items() if value}, ensure_ascii=False)
+        line = json.dumps({name: value for name, value in values.items() if value}, ensure_ascii=False)
+        return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
 @dataclass
