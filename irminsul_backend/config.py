@@ -38,7 +38,15 @@ class ServerConfig:
     max_batch_tokens: int = 1024
     """Most tokens (prefill and decode together) in one forward pass."""
     max_running: int = 64
-    """Most requests that are being prefilled or decoded at once; more wait in order of arrival."""
+    """Most requests that are being prefilled or decoded at once; more wait their turn."""
+    max_waiting: int = 4096
+    """Most requests that wait for their turn; the server refuses further ones until some have begun."""
+    max_waiting_per_namespace: int = 2048
+    """Most of them in one namespace (the requests of one ``cache_salt``, or those without any), so that one tenant
+    cannot fill the queue."""
+    step_target_ms: float = 0.0
+    """While answers are being written, prompts are computed in slices so small that a step takes about this long: the
+    longest time between two tokens of a stream. 0 = 50 ms on a GPU, 250 ms on the CPU."""
     max_text_bytes: int = 4 * 1024 * 1024
     """Largest prompt text, in bytes of UTF-8."""
     stream_interval_ms: float = 30.0

@@ -23,3 +23,15 @@ class CapacityError(IrminsulError):
 
 class ServerStartError(IrminsulError):
     """The server cannot start here; the message names what is missing and the remedy."""
+
+
+class UnavailableError(IrminsulError):
+    """The server takes no requests now: it is shutting down, or its engine has failed."""
+
+
+class OverloadedError(UnavailableError):
+    """As many requests wait as the settings allow; the message says how many, and when to try again."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

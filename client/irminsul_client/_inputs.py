@@ -56,6 +56,10 @@ class RequestOptions(TypedDict, total=False):
     """Which cached rows may be used: none, those of the exact prefix, or those of any known content."""
     cache_salt: str | None
     """Only requests of equal salt share cached rows; by default all without a salt share."""
+    timeout_ms: int | None
+    """Time in milliseconds, waiting included, after which a request that has not finished fails."""
+    priority: int | None
+    """Requests of higher priority are computed first, and may displace those of lower priority."""
 
 
 class TensorSpec(NamedTuple):
@@ -91,6 +95,8 @@ TENSORS: dict[str, TensorSpec] = {
     "return_perf_metrics": TensorSpec("BOOL"),
     "reuse": TensorSpec("BYTES"),
     "cache_salt": TensorSpec("BYTES"),
+    "timeout_ms": TensorSpec("INT32"),
+    "priority": TensorSpec("INT32"),
     "cancel_key": TensorSpec("BYTES"),
     "session_id": TensorSpec("BYTES"),
     "session_end": TensorSpec("BOOL"),

@@ -360,6 +360,8 @@ class Engine:
         sequence.sampler.accept(token)
         if len(sequence.sampler.generated) >= sequence.request.sampling.max_tokens:
             self._finish(sequence, "length", token_ids=(token,), log_probs=log_probs)
+        elif not self.cache.reserve(sequence.cached.sequence):
+            self._fail(sequence, f"the KV pool of {self.cache.pool.capacity} slots is full of running requests; retry")
         else:
             self.cache.append(sequence.cached.sequence, token)
             sequence.emit("tokens", token_ids=(token,), log_probs=log_probs)

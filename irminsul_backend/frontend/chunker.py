@@ -187,6 +187,8 @@ class PromptPreparer:
             stop_words=stop_words,
             return_log_probs=values.get("return_log_probs"),
             echo=echo,
+            timeout_ms=values.get("timeout_ms"),
+            priority=values.get("priority"),
         )
 
     def _namespace(self, salt: str | None, session_id: str) -> str:

@@ -185,12 +185,13 @@ class TestSampling:
         plain = served.run(prompt, max_tokens=30)
         good = served.submit(prompt, max_tokens=30)
 
-        def broken(self, logits) -> None:
-            if self.params.top_k == 7:
+        def broken(self) -> np.ndarray:
+            if self.repetition == 1.5:
                 raise RuntimeError("no such thing")
+            return np.empty(0, np.int64)
 
-        monkeypatch.setattr("irminsul_backend.engine.sampler.Sampler.adjust", broken)
-        bad = served.submit(text(50), max_tokens=30, sampling={"top_k": 7})
+        monkeypatch.setattr("irminsul_backend.engine.adjustment.Adjustment.banned", broken)
+        bad = served.submit(text(50), max_tokens=30, sampling={"repetition_penalty": 1.5})
         with pytest.raises(AssertionError, match="sampling failed: RuntimeError: no such thing"):
             bad.result()
         assert good.result().tokens == plain.tokens
