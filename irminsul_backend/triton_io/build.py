@@ -6,8 +6,9 @@ from irminsul_backend.config import ServerConfig
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.logs import set_up_logging
 from irminsul_backend.protocol import GenerationRequest
-from irminsul_backend.triton_io.endpoints import Endpoint
-from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, EngineModel
+from irminsul_backend.triton_io.endpoints import UnaryEndpoint
+from irminsul_backend.triton_io.engine_model import EngineModel
+from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel
 
 
 def make_chunker() -> ChunkerModel:
@@ -16,7 +17,7 @@ def make_chunker() -> ChunkerModel:
 
     config = ServerConfig.from_env()
     set_up_logging(config, "irminsul_chunker")
-    return ChunkerModel(PromptPreparer(config))
+    return ChunkerModel(PromptPreparer(config), max_waiting_bytes=16 * config.max_text_bytes)
 
 
 def make_engine() -> EngineModel:
@@ -28,7 +29,7 @@ def make_engine() -> EngineModel:
     set_up_logging(config, "irminsul_engine")
     engine = Engine.from_config(config)
     engine.start()
-    return EngineModel(engine, EngineMetrics(engine).count, config.stream_interval_ms / 1000)
+    return EngineModel(engine, EngineMetrics(engine), config.stream_interval_ms / 1000)
 
 
 def make_detokenizer() -> DetokenizerModel:
@@ -45,7 +46,7 @@ def make_detokenizer() -> DetokenizerModel:
     return DetokenizerModel(TranscriptTable(detokenizer))
 
 
-def make_endpoint(name: str, streams: bool) -> Endpoint:
-    """name: the model's. streams: whether a request may get more than one response."""
-    set_up_logging(ServerConfig.from_env(), name)
-    return Endpoint(streams)
+def make_unary() -> UnaryEndpoint:
+    """The endpoint that calls the ensemble."""
+    set_up_logging(ServerConfig.from_env(), "irminsul_unary")
+    return UnaryEndpoint()

@@ -20,10 +20,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 
-from irminsul_backend.config import ServerConfig
+from irminsul_backend.config import MAX_SESSION_TTL_S, ServerConfig
 from irminsul_backend.errors import ServerStartError
 from irminsul_backend.logs import check_log_settings
-from irminsul_backend.triton_io.model_configs import MAX_SESSION_TTL_S
+from irminsul_backend.triton_io.sealing import SECRET_VARIABLE, new_secret
 from irminsul_backend.triton_io.server.installation import (
     Installation,
     check_installation,
@@ -247,6 +247,7 @@ def start_server(
     check_config(config)
     installation = find_installation()
     env = environment(installation, {**os.environ, **config.to_env(), "TOKENIZERS_PARALLELISM": "false"})
+    env.setdefault(SECRET_VARIABLE, new_secret())
     check_installation(installation, env, config.max_text_bytes)
     repository = find_model_repository()
     chosen = choose_ports(host, ports if ports is not None else Ports.from_env())

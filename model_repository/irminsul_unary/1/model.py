@@ -9,7 +9,7 @@ from irminsul_backend.triton_io import build
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.model = build.make_endpoint("irminsul_unary", streams=False)
+        self.model = build.make_unary()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         self.model.execute(requests)
