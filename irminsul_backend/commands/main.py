@@ -31,7 +31,10 @@ SETTINGS = {
     "max_running": ("N", "most requests computed at once (default: {default})"),
     "max_waiting": ("N", "most requests that wait; more are refused (default: {default})"),
     "max_waiting_per_namespace": ("N", "most of them in one cache namespace (default: {default})"),
-    "step_target_ms": ("MS", "longest time between two tokens while prompts are computed; 0 = by device (default: {default})"),
+    "step_target_ms": (
+        "MS",
+        "longest time between two tokens while prompts are computed; 0 = by device (default: {default})",
+    ),
     "max_text_bytes": ("N", "largest prompt text, in bytes (default: {default})"),
     "stream_interval_ms": ("MS", "least time between two responses of a stream; 0 = none (default: {default})"),
     "session_ttl_s": ("SECONDS", "time after which an idle session is forgotten (default: {default})"),

@@ -97,7 +97,7 @@ class AdmissionControl:
                 self._changed.notify_all()
 
     def shut(self, state: EngineState, reason: str = "") -> None:
-        """Accept no further request. What was handed over before stands; a later state never gives way to an earlier."""
+        """Accept no further request; those accepted before stay. A state that is final already remains."""
         with self._changed:
             if self._state in ("running", "draining"):
                 self._state, self._reason = state, reason
@@ -116,7 +116,7 @@ class AdmissionControl:
             return {f"rejected_{cause}": count for cause, count in self._rejections.items()}
 
     def reject(self, cause: str) -> None:
-        """Count a request that was turned away elsewhere."""
+        """Count a request that was turned away before :meth:`accept`."""
         with self._changed:
             self._rejections[cause] += 1
 
@@ -134,8 +134,9 @@ class AdmissionControl:
 
     def _time_to_work_off(self, waiting: int) -> int:
         """Seconds until so many requests have begun at the recent pace, within limits."""
-        starts = self._starts
-        if len(starts) < 2:
-            return LEAST_RETRY_S if not starts else MOST_RETRY_S
-        per_second = len(starts) / max(1e-3, time.monotonic() - starts[0])
+        now = time.monotonic()
+        recent = [start for start in self._starts if now - start < MOST_RETRY_S]
+        if not recent:
+            return LEAST_RETRY_S if not self._starts else MOST_RETRY_S
+        per_second = len(recent) / max(1e-3, now - recent[0])
         return int(min(MOST_RETRY_S, max(LEAST_RETRY_S, waiting / per_second)))

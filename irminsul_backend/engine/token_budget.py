@@ -19,7 +19,7 @@ class TokenBudget:
 
     def max_decoding(self, prefilling: bool) -> int:
         """Return the most sequences that may decode in a step; if prompts are waiting, their share is left over."""
-        return self._most - (max(1, self._slice // PREFILL_SHARE) if prefilling else 0)
+        return max(1, self._most - max(1, self._slice // PREFILL_SHARE)) if prefilling else self._most
 
     def prefill(self, decoding: int) -> int:
         """Return the number of prompt tokens beside so many decoding sequences (at most :meth:`max_decoding`)."""
