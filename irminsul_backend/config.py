@@ -65,9 +65,9 @@ class ServerConfig:
     log_ids: str = "hashed"
     """How request keys and session ids, which clients choose, stand in the log: ``hashed`` (short; keyed anew at each
     start of the server, the same in all of its processes) | ``plain``."""
-    text_special_tokens: bool = True
-    """Whether special tokens that are written in `text_input` are tokens rather than text, where the request does not
-    say so (`allow_special_tokens`)."""
+    escape_special_tokens: bool = False
+    """If set, what is written like a special token is text in `text_input` too, unless the request allows it
+    (`allow_special_tokens`)."""
 
     @classmethod
     def from_env(cls, env: dict[str, str] | None = None) -> ServerConfig:

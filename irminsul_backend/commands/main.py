@@ -96,6 +96,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="let a request without a cache_salt reuse the rows of its own session only",
     )
+    parser.add_argument(
+        "--escape-special-tokens",
+        action="store_true",
+        default=None,
+        help="read special tokens in text_input as text, as in messages, unless the request allows them",
+    )
     parser.add_argument("--host", default=LOCALHOST, help=f"address to listen on (default: {LOCALHOST})")
     for name, port in PORTS.items():
         parser.add_argument(
@@ -116,7 +122,7 @@ def serve(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, raise_interrupt)
-    names = [*SETTINGS, "require_cache_salt"]
+    names = [*SETTINGS, "require_cache_salt", "escape_special_tokens"]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     config = replace(ServerConfig.from_env(), log_level="INFO" if args.verbose else "WARNING", **given)
     ports = Ports.from_env(**PORTS)

@@ -14,10 +14,12 @@ from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel
 def make_chunker() -> ChunkerModel:
     """Load the tokenizer and the chat template. This process does not import torch."""
     from irminsul_backend.frontend.chunker import PromptPreparer
+    from irminsul_backend.triton_io.metrics import ChunkerMetrics
 
     config = ServerConfig.from_env()
     set_up_logging(config, "irminsul_chunker")
-    return ChunkerModel(PromptPreparer(config), max_waiting_bytes=16 * config.max_text_bytes)
+    preparer = PromptPreparer(config)
+    return ChunkerModel(preparer, 16 * config.max_text_bytes, ChunkerMetrics(preparer.sessions))
 
 
 def make_engine() -> EngineModel:

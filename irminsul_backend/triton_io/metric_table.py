@@ -22,7 +22,7 @@ class MetricSpec:
     doc: str
     label: str = ""
     values: tuple[str, ...] = ("",)
-    """What the label may be: ("",) where there is none. Every one is there from the start, so that rates see its first."""
+    """What the label may be: ("",) where there is none. All are there from the start, so that rates see the first."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, +Inf excepted."""
 
@@ -53,18 +53,19 @@ ENGINE_METRICS = (
         "Time from a request's arrival in the engine to the start of its prefill",
         buckets=_LATENCY_S,
     ),
+    MetricSpec("irminsul_prefill_seconds", "histogram", "Time from then to its first token", buckets=_LATENCY_S),
     MetricSpec(
-        "irminsul_prefill_seconds", "histogram", "Time from then to its first token", buckets=_LATENCY_S
-    ),
-    MetricSpec(
-        "irminsul_prompt_segments", "histogram", "Segments that the cache was found to hold of a prompt", buckets=_COUNTS
+        "irminsul_prompt_segments",
+        "histogram",
+        "Segments that the cache was found to hold of a prompt",
+        buckets=_COUNTS,
     ),
     MetricSpec("irminsul_requests_waiting", "gauge", "Requests in the engine's queue"),
     MetricSpec("irminsul_requests_running", "gauge", "Requests that are being prefilled or decoded"),
     MetricSpec(
         "irminsul_cache_slots",
         "gauge",
-        "Slots of the KV pool (one holds one token's rows) by state; idle donors, which give way when room is needed, are "
+        "Slots of the KV pool (one holds one token's rows) by state; idle ones, which give way when room is needed, are "
         "part of the used ones",
         "state",
         ("used", "idle", "capacity"),
@@ -91,7 +92,9 @@ ENGINE_METRICS = (
         "irminsul_distrusted_total", "counter", "Prompts computed again because reused rows gave non-finite logits"
     ),
     MetricSpec("irminsul_cache_resets_total", "counter", "Times that the cache was emptied after a fault"),
-    MetricSpec("irminsul_faults_total", "counter", "Exceptions inside the engine, each of which ended a request or a step"),
+    MetricSpec(
+        "irminsul_faults_total", "counter", "Exceptions inside the engine, each of which ended a request or a step"
+    ),
     MetricSpec("irminsul_engine_steps_total", "counter", "Forward passes"),
 )
 CHUNKER_METRICS = (

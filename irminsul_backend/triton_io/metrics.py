@@ -1,6 +1,6 @@
-"""Fills in the table of metrics, in each stub process on a thread of its own: a change costs a round trip to the server.
+"""Fills in the table of metrics, in each stub process on a thread of its own: every change is a round trip to the server.
 
-Counters and gauges go out twice a second, histograms with each observation. Nothing here is called on the engine's thread.
+Twice a second it takes what has been noted meanwhile. Nothing here runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Families:
         self._increments[name, value] += amount  # type: ignore[assignment]
 
     def add_up_to(self, name: str, total: float, value: str = "") -> None:
-        """Increment a counter that somebody else counts by what `total` has grown; a lower total has begun at 0 again."""
+        """Increment a counter by what somebody else's `total` has grown; a lower total has begun at 0 again."""
         last = self._totals.get((name, value), 0)
         self._totals[name, value] = total
         self.add(name, total - last if total >= last else total, value)
@@ -100,7 +100,9 @@ class Families:
             labels = {spec.label: value} if spec.label else {}
             family = self._families[name]
             self._metrics[name, value] = (
-                family.Metric(labels=labels, buckets=list(spec.buckets)) if spec.buckets else family.Metric(labels=labels)
+                family.Metric(labels=labels, buckets=list(spec.buckets))
+                if spec.buckets
+                else family.Metric(labels=labels)
             )
         return self._metrics[name, value]
 
