@@ -1,4 +1,4 @@
-"""The `irminsul` command: serve, inspect, demo, analyze, eval, generate and replay."""
+"""The `irminsul` command: serve, inspect, demo, analyze, eval, top, generate and replay."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from irminsul_traffic.traces import TraceError
 from irminsul_backend import __version__
 from irminsul_backend.commands import analyze as analysis_command
 from irminsul_backend.commands import eval as evaluation_command
+from irminsul_backend.commands import top as top_command
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import IrminsulError
 
@@ -70,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     evaluation_command.add_arguments(
         subparsers.add_parser("eval", help="what reuse does to answers, and rotation to a row's precision")
+    )
+    top_command.add_arguments(
+        subparsers.add_parser("top", help="watch a running server", description="What a running server does.")
     )
     add_generate(subparsers)
     add_replay(subparsers)

@@ -65,8 +65,8 @@ ENGINE_METRICS = (
     MetricSpec(
         "irminsul_cache_slots",
         "gauge",
-        "Slots of the KV pool (one holds one token's rows) by state; idle ones, which give way when room is needed, are "
-        "part of the used ones",
+        "Slots of the KV pool (one holds one token's rows) by state; idle ones, which give way when room is needed, "
+        "are part of the used ones",
         "state",
         ("used", "idle", "capacity"),
     ),

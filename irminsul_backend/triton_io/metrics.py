@@ -1,4 +1,4 @@
-"""Fills in the table of metrics, in each stub process on a thread of its own: every change is a round trip to the server.
+"""Fills in the table of metrics, in each stub process on a thread of its own: a change is a round trip to the server.
 
 Twice a second it takes what has been noted meanwhile. Nothing here runs on the engine's thread.
 """
