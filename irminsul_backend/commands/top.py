@@ -133,18 +133,18 @@ def _latencies(minute: dict[str, Any]) -> Table:
 
 
 def _cache(slots: dict[str, int]) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = _pairs()
     used, capacity = slots["used"], max(slots["capacity"], 1)
     table.add_row(
         "[bold]cache",
         ProgressBar(capacity, used, width=40),
-        f"{used / capacity:.0%} of {slots['capacity']:,} slots; {slots['idle']:,} of ended requests",
+        f"{used / capacity:.0%} of {slots['capacity']:,}; {slots['idle']:,} idle",
     )
     return table
 
 
 def _counts(total: dict[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = _pairs()
     plain = ("preemptions", "evictions", "distrusted", "cache_resets", "faults")
     table.add_row("[bold]since start", ", ".join(f"{total[name]:,} {name.replace('_', ' ')}" for name in plain))
     for name in ("rejections", "cancellations"):
@@ -153,6 +153,12 @@ def _counts(total: dict[str, Any]) -> Table:
         table.add_row(f"[bold]{name}", text)
     if total["segments_per_prompt"] is not None:
         table.add_row("[bold]segments", f"{total['segments_per_prompt']:,} per prompt")
+    return table
+
+
+def _pairs() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=14, no_wrap=True)
     return table
 
 

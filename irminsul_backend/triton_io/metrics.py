@@ -172,6 +172,7 @@ class EngineMetrics(Publisher):
 
     def _take(self, at: float, event: Event) -> None:
         if event.token_ids:
+            self._families.add("irminsul_generated_tokens_total", len(event.token_ids))
             before = self._last_tokens.get(event.key)
             self._last_tokens[event.key] = at
             if before is not None:
@@ -186,7 +187,6 @@ class EngineMetrics(Publisher):
             return
         for source in SOURCES:
             self._families.add("irminsul_prompt_tokens_total", getattr(usage, f"{source}_tokens"), source)
-        self._families.add("irminsul_generated_tokens_total", usage.completion_tokens)
         self._families.observe("irminsul_prompt_segments", usage.segments)
         if usage.ttft_ms:  # else it ended before its first token
             self._families.observe("irminsul_time_to_first_token_seconds", usage.ttft_ms / 1000)
