@@ -10,7 +10,6 @@ outputs are not logged at all.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import logging
@@ -143,8 +142,8 @@ class LimitedHandler(logging.Handler):
         if place.lines <= LINES:
             self._write(record)
             return
-        place.held, place.last = place.held + 1, copy.copy(record)
-        place.last.exc_info = None  # it would keep the frames of the error alive, and all that they name
+        # Without exc_info, which would keep the frames of the error alive, and all that they name.
+        place.held, place.last = place.held + 1, logging.makeLogRecord({**vars(record), "exc_info": None})
         if self._timer is None:  # the flood may be the last that is ever logged
             self._timer = threading.Timer(LONGEST_WINDOW_S, self.summarise)
             self._timer.daemon = True

@@ -109,6 +109,7 @@ def summarise(before: Scrape, after: Scrape) -> dict[str, Any]:
         "running": gauge("irminsul_requests_running"),
         "sessions": gauge("irminsul_sessions"),
         "cache": {state: gauge("irminsul_cache_slots", state) for state in SPECS["irminsul_cache_slots"].values},
+        "donors": gauge("irminsul_cache_donors"),
         "evictions": int(grown("irminsul_evictions_total")),
         "preemptions": int(grown("irminsul_preemptions_total")),
         "rejections": counts("irminsul_rejections_total")

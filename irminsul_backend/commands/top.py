@@ -111,7 +111,7 @@ def view(url: str, history: deque[Scrape]) -> RenderableType:
     now, minute = summarise(history[-2], history[-1]), summarise(history[0], history[-1])
     total = summarise(Scrape(), history[-1])
     head = Text(f"irminsul top   {url}   {time.strftime('%H:%M:%S')}", style="bold")
-    return Group(head, "", _rates(now), "", _latencies(minute), "", _cache(total["cache"]), "", _counts(total))
+    return Group(head, "", _rates(now), "", _latencies(minute), "", _cache(total), "", _counts(total))
 
 
 def _rates(now: dict[str, Any]) -> Table:
@@ -132,13 +132,13 @@ def _latencies(minute: dict[str, Any]) -> Table:
     return table
 
 
-def _cache(slots: dict[str, int]) -> Table:
+def _cache(total: dict[str, Any]) -> Table:
     table = _pairs()
-    used, capacity = slots["used"], max(slots["capacity"], 1)
+    used, capacity = total["cache"]["used"], max(total["cache"]["capacity"], 1)
     table.add_row(
         "[bold]cache",
-        ProgressBar(capacity, used, width=40),
-        f"{used / capacity:.0%} of {slots['capacity']:,}; {slots['idle']:,} idle",
+        ProgressBar(capacity, used, width=24),
+        f"{used / capacity:.0%} of {capacity:,} slots, {total['donors']:,} donors",
     )
     return table
 

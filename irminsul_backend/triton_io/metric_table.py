@@ -65,10 +65,9 @@ ENGINE_METRICS = (
     MetricSpec(
         "irminsul_cache_slots",
         "gauge",
-        "Slots of the KV pool (one holds one token's rows) by state; idle ones, which give way when room is needed, "
-        "are part of the used ones",
+        "Slots of the KV pool (one holds one token's rows) by state; used ones of ended requests give way when needed",
         "state",
-        ("used", "idle", "capacity"),
+        ("used", "capacity"),
     ),
     MetricSpec("irminsul_cache_donors", "gauge", "Ended sequences that the cache keeps for reuse"),
     MetricSpec("irminsul_evictions_total", "counter", "Donors that gave way to new sequences"),

@@ -160,8 +160,8 @@ class EngineMetrics(Publisher):
         self._families.set("irminsul_requests_waiting", snapshot.waiting)
         self._families.set("irminsul_requests_running", snapshot.running)
         self._families.set("irminsul_cache_donors", snapshot.cache.get("idle", 0))
-        for state, name in (("used", "used"), ("idle", "idle_tokens"), ("capacity", "capacity")):
-            self._families.set("irminsul_cache_slots", snapshot.cache.get(name, 0), state)
+        for state in ("used", "capacity"):
+            self._families.set("irminsul_cache_slots", snapshot.cache.get(state, 0), state)
         self._families.add_up_to("irminsul_evictions_total", snapshot.cache.get("evictions", 0))
         for name, total in snapshot.counters.items():
             if name in TOTALS:

@@ -175,7 +175,7 @@ class TestMetrics:
         kinds = dict(re.findall(r"^# TYPE (irminsul_\w+) (\w+)$", "\n".join(lines), re.MULTILINE))
         assert kinds == {spec.name: spec.kind for spec in METRICS}
         samples = [line for line in lines if not line.startswith("#")]
-        assert len(samples) == len(set(line.rpartition(" ")[0] for line in samples)), "no series is there twice"
+        assert len(samples) == len({line.rpartition(" ")[0] for line in samples}), "no series is there twice"
         assert all(re.fullmatch(r'irminsul_\w+(\{\w+="[^"\\]*"\})? [0-9.e+-]+', line) for line in samples)
         for name in (spec.name for spec in METRICS if spec.kind == "histogram"):
             buckets = [float(line.split()[1]) for line in samples if line.startswith(f"{name}_bucket")]

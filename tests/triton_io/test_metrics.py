@@ -116,7 +116,6 @@ class TestEngine:
             "irminsul_requests_waiting": 3,
             "irminsul_requests_running": 2,
             'irminsul_cache_slots{state="used"}': 7,
-            'irminsul_cache_slots{state="idle"}': 5,
             'irminsul_cache_slots{state="capacity"}': 64,
             "irminsul_cache_donors": 1,
             "irminsul_evictions_total": 9 + 2,
