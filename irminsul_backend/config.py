@@ -60,6 +60,11 @@ class ServerConfig:
     threads: int = 0
     """torch threads of the engine; 0 = one per core."""
     log_level: str = "INFO"
+    log_format: str = "text"
+    """``text`` | ``json`` (one object a line)."""
+    log_ids: str = "hashed"
+    """How request keys and session ids, which clients choose, stand in the log: ``hashed`` (short; keyed anew at each
+    start of the server, the same in all of its processes) | ``plain``."""
     escape_special_tokens: bool = False
     """If set, what is written like a special token is text in `text_input` too, unless the request allows it
     (`allow_special_tokens`)."""

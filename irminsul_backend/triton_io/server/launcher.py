@@ -22,6 +22,7 @@ from types import FrameType
 
 from irminsul_backend.config import MAX_SESSION_TTL_S, ServerConfig
 from irminsul_backend.errors import ServerStartError
+from irminsul_backend.logs import check_log_settings
 from irminsul_backend.triton_io.sealing import SECRET_VARIABLE, new_secret
 from irminsul_backend.triton_io.server.installation import (
     Installation,
@@ -201,6 +202,7 @@ def check_config(config: ServerConfig) -> None:
         raise ServerStartError(
             f"capacity_tokens is {config.capacity_tokens}; it must be at least {LEAST_CAPACITY}, or 0 (automatic)"
         )
+    check_log_settings(config)
     resolve_device(config)
     if not 0 < config.session_ttl_s <= MAX_SESSION_TTL_S:
         raise ServerStartError(
