@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,11 +92,10 @@ class TestEngine:
         self, metrics: Any, backend_utils: ModuleType, border: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = iter([1.0, 1.5, 5.0, 6.0, 7.0, 9.0])
-        monkeypatch.setattr(border("metrics").time, "monotonic", lambda: next(now))
+        monkeypatch.setattr(border("metrics"), "time", SimpleNamespace(monotonic=lambda: next(now)))
         script = [tokens(1), tokens(2, key="b"), tokens(3, 4), Event("b", 0, "error"), tokens(5, key="b"), finished()]
         for event in (Event("a", 0, "admitted"), *script, Event("a", 0, "progress")):
             metrics.count(event)
-        monkeypatch.undo()
         metrics.close()
         observations = backend_utils.metrics["irminsul_inter_token_seconds"].observations
         assert observations == [(5.0 - 1.0) / 2], "an ended request's key may be used again"
