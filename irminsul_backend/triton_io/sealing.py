@@ -31,14 +31,10 @@ PREFIX = "irminsul-secret-"
 
 
 def seal(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `specs`, which have exactly one STRING among them, with the seal in front of that string."""
-    sealed: dict[str, Any] = {}
-    for spec in specs:
-        value = values[spec.name]
-        sealed[spec.name] = value if spec.dtype == "STRING" else to_array(spec, value)
-        if isinstance(value, str):
-            sealed[spec.name] = value.encode()
+    """Return the values of `specs`, of which the last is a STRING and the others numbers, with the seal before it."""
     packet = _packet_name(specs)
+    sealed: dict[str, Any] = {spec.name: to_array(spec, values[spec.name]) for spec in specs[:-1]}
+    sealed[packet] = value.encode() if isinstance(value := values[packet], str) else value
     sealed[packet] = _hash(specs, sealed) + sealed[packet]
     return sealed
 
@@ -57,18 +53,19 @@ def unseal(specs: Sequence[TensorSpec], fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _packet_name(specs: Sequence[TensorSpec]) -> str:
-    return next(spec.name for spec in specs if spec.dtype == "STRING")
+    """The last of the tensors: what the others belong to."""
+    assert specs[-1].dtype == "STRING"
+    return specs[-1].name
 
 
 def _hash(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> bytes:
-    """The names keep a packet of one kind from being taken for another, the lengths a tensor's end from moving."""
-    state = hashlib.blake2b(key=secret(), digest_size=SEAL_BYTES)
+    """The name keeps a packet of one kind from being taken for another, the lengths a tensor's end from moving."""
+    parts = [_packet_name(specs).encode()]
     for spec in specs:
         value = values[spec.name]
-        data = value if spec.dtype == "STRING" else value.tobytes()
-        state.update(b"%s:%d:" % (spec.name.encode(), len(data)))
-        state.update(data)
-    return state.digest()
+        data = value if isinstance(value, bytes) else value.tobytes()
+        parts += (b":%d:" % len(data), data)
+    return hashlib.blake2b(b"".join(parts), key=secret(), digest_size=SEAL_BYTES).digest()
 
 
 def new_secret() -> str:
