@@ -21,5 +21,9 @@ class CapacityError(IrminsulError):
     """The cache cannot hold what the request needs, even when everything that nobody holds is evicted."""
 
 
+class UnavailableError(IrminsulError):
+    """The server takes no new requests any more; another one, or this one once it is back, may take it."""
+
+
 class ServerStartError(IrminsulError):
     """The server cannot start here; the message names what is missing and the remedy."""

@@ -22,7 +22,7 @@ from irminsul_backend.engine.placement import check_weights_fit, resolve_capacit
 from irminsul_backend.engine.runner import ModelRunner
 from irminsul_backend.engine.running_sequence import RunningSequence
 from irminsul_backend.engine.sampler import sample, sample_on_device
-from irminsul_backend.errors import CapacityError, InvalidRequestError, ServerStartError
+from irminsul_backend.errors import CapacityError, InvalidRequestError, ServerStartError, UnavailableError
 from irminsul_backend.model import MLAModel, load_model
 from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
 
@@ -74,6 +74,7 @@ class Engine:
         self._blocked = False  # the head of the queue did not fit; nothing has ended since
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
+        self._draining = False
         self._next_check = 0.0
         self._thread = threading.Thread(target=self._run, name="irminsul-engine", daemon=True)
 
@@ -111,6 +112,17 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
+    def drain(self, grace_s: float) -> bool:
+        """Take no new requests, wait up to `grace_s` for those that are here and end the rest; True if there is none."""
+        self._draining = True
+        deadline = time.monotonic() + grace_s
+        while self._live and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not self._live:
+            return True
+        self.close()
+        return False
+
     def submit(
         self,
         request: GenerationRequest,
@@ -130,7 +142,10 @@ class Engine:
 
         Raises:
             InvalidRequestError: the tensors contradict each other, or the key is in use.
+            UnavailableError: the engine drains.
         """
+        if self._draining:
+            raise UnavailableError("the server is shutting down and takes no new requests; send it to another one")
         n, vocab_size = len(token_ids), self.runner.model.config.vocab_size
         if n == 0:
             raise InvalidRequestError("the prompt has no tokens; send at least one")

@@ -5,15 +5,22 @@ from __future__ import annotations
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.triton_io.server.lifeline import follow_supervisor
 from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, EngineModel, set_up_logging
+
+
+def _begin() -> ServerConfig:
+    follow_supervisor()
+    config = ServerConfig.from_env()
+    set_up_logging(config)
+    return config
 
 
 def make_chunker() -> ChunkerModel:
     """Load the tokenizer and the chat template. This process does not import torch."""
     from irminsul_backend.frontend.chunker import PromptPreparer
 
-    config = ServerConfig.from_env()
-    set_up_logging(config)
+    config = _begin()
     return ChunkerModel(PromptPreparer(config))
 
 
@@ -22,10 +29,10 @@ def make_engine() -> EngineModel:
     from irminsul_backend.engine import Engine
     from irminsul_backend.triton_io.metrics import EngineMetrics
 
-    config = ServerConfig.from_env()
-    set_up_logging(config)
+    config = _begin()
     engine = Engine.from_config(config)
     engine.start()
+    follow_supervisor(lambda: engine.drain(config.drain_s))
     return EngineModel(engine, EngineMetrics(engine).count, config.stream_interval_ms / 1000)
 
 
@@ -33,8 +40,7 @@ def make_detokenizer() -> DetokenizerModel:
     """Load the tokenizer."""
     from irminsul_backend.text import IncrementalDetokenizer, Tokenizer
 
-    config = ServerConfig.from_env()
-    set_up_logging(config)
+    config = _begin()
     tokenizer = Tokenizer.load(config.model)
 
     def detokenizer(request: GenerationRequest) -> IncrementalDetokenizer:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import triton_python_backend_utils as pb_utils
 
 from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.triton_io.server.lifeline import follow_supervisor
 from irminsul_backend.triton_io.steps import END, FINAL, START, Stopper, refuse
 from irminsul_backend.triton_io.tensors import (
     REQUEST_INPUTS,
@@ -42,6 +43,7 @@ class Endpoint:
 
     def __init__(self, streams: bool) -> None:
         """streams: whether a request may get more than one response."""
+        follow_supervisor()
         self._streams = streams
         self._stopper = Stopper()
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="irminsul-request")

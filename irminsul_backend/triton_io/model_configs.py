@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from irminsul_backend.config import MAX_SESSION_TTL_S
 from irminsul_backend.triton_io.tensors import (
     CONTROL_INPUT,
     EVENT_TENSORS,
@@ -14,8 +15,6 @@ from irminsul_backend.triton_io.tensors import (
     TensorSpec,
 )
 
-MAX_SESSION_TTL_S = 3600.0
-"""Triton forgets an idle sequence after this long, so no session may be kept for longer."""
 MAX_SEQUENCES = 16384
 
 _DECOUPLED = "model_transaction_policy { decoupled: true }\n"
