@@ -113,7 +113,7 @@ class Engine:
             self._thread.join()
 
     def drain(self, grace_s: float) -> bool:
-        """Take no new requests, wait up to `grace_s` for those that are here and end the rest; True if there is none."""
+        """Take no new requests, wait up to `grace_s` for the others and end those that remain; True if none does."""
         self._draining = True
         deadline = time.monotonic() + grace_s
         while self._live and time.monotonic() < deadline:
