@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -52,7 +51,7 @@ def test_a_dead_owners_regions_and_processes_go(shm: Path, orphan: subprocess.Po
     for name in ("irminsul-dead-owner", "irminsul-dead-region1", "irminsul-dead-region2", "irminsul-unknown-region"):
         (shm / name).touch()
     remove_leftovers()
-    assert orphan.wait(10) == -signal.SIGKILL
+    orphan.wait(10)  # raises if it lives
     assert [path.name for path in shm.iterdir()] == ["irminsul-unknown-region"]  # no owner's file: not known to be dead
 
 
