@@ -83,7 +83,7 @@ class ServerConfig:
         metavar="DIR",
     )
     preset: str = _setting("default", "how prompts are cut into chunks: default or paper", metavar="NAME")
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:N", metavar="NAME")
+    device: str = _setting("auto", "where the model runs: auto, cpu, cuda or cuda:N", metavar="NAME")
     dtype: str = _setting(
         "auto",
         "type of weights and cache: auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16 or float16",
@@ -126,7 +126,7 @@ class ServerConfig:
     max_text_bytes: int = _setting(
         4 * 1024 * 1024,
         "largest prompt text, in bytes of UTF-8",
-        advice="/dev/shm needs ten times as much. Lower it to what your longest prompt needs.",
+        advice="/dev/shm needs ten times as much and 20 MiB more. Lower it to what your longest prompt needs.",
         low=1,
         high=2**28,
         metavar="N",
