@@ -46,7 +46,7 @@ class Serving:
     def assert_nothing_left(self) -> None:
         gone, alive = psutil.wait_procs(self.family, timeout=30)
         assert not alive
-        assert len(gone) >= 7  # the supervisor, tritonserver, five stubs
+        assert len(gone) >= 6  # the supervisor, tritonserver, the stubs
         assert not any(is_listening(LOCALHOST, port) for port in self.ports)
         assert not regions(self.prefix)
 
