@@ -28,7 +28,7 @@ demo: setup
 	@$(BIN)/irminsul demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
 
 loadtest: setup
 	@$(BIN)/python -m irminsul_backend.triton_io.server.with_server \

@@ -21,7 +21,7 @@ PREFIX = "IRMINSUL_"
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 """What a variable of a yes-or-no setting may hold, in any case."""
 MAX_SESSION_TTL_S = 3600.0
-"""Triton forgets an idle sequence after this long, so no session may be kept for longer."""
+"""Longest time that an idle session may be kept."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ServerConfig:
     max_text_bytes: int = _setting(
         4 * 1024 * 1024,
         "largest prompt text, in bytes of UTF-8",
-        advice="/dev/shm needs ten times as much and 20 MiB more. Lower it to what your longest prompt needs.",
+        advice="/dev/shm needs eight times as much and 16 MiB more. Lower it to what your longest prompt needs.",
         low=1,
         high=2**28,
         metavar="N",
@@ -142,7 +142,7 @@ class ServerConfig:
     session_ttl_s: float = _setting(
         600.0,
         "time after which an idle session is forgotten",
-        advice="Cached rows stay; the session's memory and its place in Triton's table go.",
+        advice="Cached rows stay; a request to the session is told that it expired.",
         above=0,
         high=MAX_SESSION_TTL_S,
         metavar="SECONDS",
@@ -172,6 +172,12 @@ class ServerConfig:
         "answer Triton's shared-memory, model-repository, statistics, trace and logging APIs",
         advice="Only for trusted clients, such as perf_analyzer: through them a client reads and writes the server's "
         "memory, writes its log to any file and sees what others do.",
+    )
+
+    escape_special_tokens: bool = _setting(
+        False,
+        "read special tokens in text_input as text, as in messages, unless the request allows them",
+        advice="Set it where `text_input` holds what users typed.",
     )
 
     @classmethod

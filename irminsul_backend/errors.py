@@ -1,5 +1,15 @@
 """Errors that Irminsul raises on purpose. A message says what was wrong, the value and the limit, and what to do."""
 
+SHOWN_CHARACTERS = 80
+
+
+def shown(value: object, most: int = SHOWN_CHARACTERS) -> str:
+    """Format a value that a client sent for an error message: its repr, cut to about `most` characters."""
+    if isinstance(value, (str, bytes)) and len(value) > most:
+        return f"{value[:most]!r}… ({len(value)} {'bytes' if isinstance(value, bytes) else 'characters'})"
+    text = repr(value)
+    return text if isinstance(value, (str, bytes)) or len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
 
 class IrminsulError(Exception):
     """Base of all errors below."""
@@ -15,6 +25,10 @@ class SessionError(InvalidRequestError):
 
 class UnsupportedModelError(IrminsulError):
     """A model folder lacks a file or names something not understood; raised at start-up with field and value."""
+
+
+class OverloadedError(IrminsulError):
+    """A queue is full; the message gives its length, its limit and when to send the request again."""
 
 
 class CapacityError(IrminsulError):

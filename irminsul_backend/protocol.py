@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from irminsul_backend.request_spec import SamplingParams
 
-MAX_SESSION_ID_BYTES = 128
-
 FinishReason = Literal["", "stop", "length", "cancelled"]
 EventKind = Literal["admitted", "progress", "tokens", "finished", "error"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.triton_io.engine_model import EngineModel
 from irminsul_backend.triton_io.server.lifeline import follow_supervisor
-from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, EngineModel, set_up_logging
+from irminsul_backend.triton_io.steps import ChunkerModel, DetokenizerModel, set_up_logging
 
 
 def _begin() -> ServerConfig:
@@ -21,7 +22,7 @@ def make_chunker() -> ChunkerModel:
     from irminsul_backend.frontend.chunker import PromptPreparer
 
     config = _begin()
-    return ChunkerModel(PromptPreparer(config))
+    return ChunkerModel(PromptPreparer(config), max_waiting_bytes=16 * config.max_text_bytes)
 
 
 def make_engine() -> EngineModel:
@@ -33,7 +34,7 @@ def make_engine() -> EngineModel:
     engine = Engine.from_config(config)
     engine.start()
     follow_supervisor(lambda: engine.drain(config.drain_s))
-    return EngineModel(engine, EngineMetrics(engine).count, config.stream_interval_ms / 1000)
+    return EngineModel(engine, EngineMetrics(engine), config.stream_interval_ms / 1000)
 
 
 def make_detokenizer() -> DetokenizerModel:

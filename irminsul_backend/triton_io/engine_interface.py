@@ -49,3 +49,13 @@ class EngineInterface(Protocol):
 
     def close(self) -> None:
         """End every request with an error, and the engine."""
+
+
+class MetricsInterface(Protocol):
+    """Where ended requests are counted."""
+
+    def count(self, event: Event) -> None:
+        """Count the request that this `finished` or `error` event ended."""
+
+    def close(self) -> None:
+        """Give the metrics back, before the stub ends."""

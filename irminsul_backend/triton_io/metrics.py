@@ -46,6 +46,11 @@ class EngineMetrics:
             self._metric("irminsul_generated_tokens_total").increment(event.usage.completion_tokens)
         self._read_pool()
 
+    def close(self) -> None:
+        """Give the metrics back. Their destructor would otherwise run after the stub's own end, and crash there."""
+        self._metrics.clear()
+        self._families.clear()
+
     def _read_pool(self) -> None:
         slots = self._engine.cache.stats()  # two plain numbers; status() would wait for the step that is running
         for state in ("used", "capacity"):

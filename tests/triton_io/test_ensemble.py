@@ -91,8 +91,7 @@ class TestStreaming:
         answer = stream.ask(text_input=PROMPT, max_tokens=6, ignore_eos="end_id" not in extra, **extra)
         assert not answer.error and len(answer.joined("output_ids")) == 6
         assert len(stream.answers([other])[0].joined("output_ids")) == 20
-        (status,) = stream.ask(model="irminsul_engine", session=None, control='{"status": true}').responses
-        assert "cache_resets" not in json.loads(status["event"])["counters"]
+        assert "cache_resets" not in stream.status()["counters"]
 
 
 class TestStopWords:
@@ -113,8 +112,7 @@ class TestStopWords:
             assert usage_of(answer)["completion_tokens"] == sum(answer.joined("num_output_tokens")) < 2000
 
     def test_status_counts_no_request_after_its_stop(self, stream: Any) -> None:
-        (status,) = stream.ask(model="irminsul_engine", session=None, control='{"status": true}').responses
-        report = json.loads(status["event"])
+        report = stream.status()
         assert report["running"] == 0
         assert report["integrity"] == "ok"
 

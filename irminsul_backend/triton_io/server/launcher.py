@@ -21,6 +21,7 @@ from types import FrameType
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import ServerStartError
+from irminsul_backend.triton_io.sealing import SECRET_VARIABLE, new_secret
 from irminsul_backend.triton_io.server.addresses import (
     LOCALHOST,
     PORTS,
@@ -224,6 +225,7 @@ def start_server(
     installation = find_installation()
     remove_leftovers()
     env = environment(installation, {**os.environ, **config.to_env(), "TOKENIZERS_PARALLELISM": "false"})
+    env.setdefault(SECRET_VARIABLE, new_secret())
     check_installation(installation, env, config.max_text_bytes)
     repository = find_model_repository()
     chosen = choose_ports(host, ports if ports is not None else Ports.from_env())

@@ -9,7 +9,7 @@ from irminsul_backend.triton_io import endpoints
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.model = endpoints.Endpoint(streams=False)
+        self.model = endpoints.UnaryEndpoint()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         self.model.execute(requests)
