@@ -56,7 +56,7 @@ class Front:
             (endpoint,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
             endpoint["endpoint"]["address"]["socket_address"] = {"address": server.host, "port_value": port}
         (folder / "envoy.json").write_text(json.dumps(config), encoding="utf-8")
-        command = [program, "-c", str(folder / "envoy.json"), "--use-dynamic-base-id", "--concurrency", "1"]
+        command = [program, "-c", str(folder / "envoy.json"), "--disable-hot-restart", "--concurrency", "1"]
         self.process = subprocess.Popen([*command, "--log-level", "error"])
         self.grpc_url = f"127.0.0.1:{self.grpc}"
 
