@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import TextIO
 
 from irminsul_backend.config import ServerConfig
-from irminsul_backend.errors import ServerStartError
 
-FORMATS, IDS = ("text", "json"), ("hashed", "plain")
 MAX_LINE_BYTES = 2048
 """Longest line of a log; a longer message loses its end, a longer traceback its beginning."""
 MAX_ID_CHARACTERS = 64
@@ -50,16 +48,8 @@ def about(*keys: str, session_id: str = "") -> Iterator[None]:
         _about.reset(token)
 
 
-def check_log_settings(config: ServerConfig) -> None:
-    """Raise ServerStartError with field, value and choices if a setting of the log is none."""
-    for name, choices in (("log_format", FORMATS), ("log_ids", IDS), ("log_level", tuple(logging._nameToLevel))):
-        if (value := getattr(config, name)) not in choices:
-            raise ServerStartError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
-
-
 def set_up_logging(config: ServerConfig, process: str) -> None:
     """Send this process's log to stderr, which the server's log collects. process: its name in JSON lines."""
-    check_log_settings(config)
     handler = LimitedHandler(sys.stderr)
     handler.setFormatter(LineFormatter(config.log_format, config.log_ids, process))
     logging.basicConfig(level=config.log_level, handlers=[handler])

@@ -205,4 +205,4 @@ class TestFloods:
 @pytest.mark.parametrize(("name", "value"), [("log_format", "xml"), ("log_ids", ""), ("log_level", "LOUD")])
 def test_settings_of_the_log_are_checked_by_name(name: str, value: str) -> None:
     with pytest.raises(ServerStartError, match=f"{name} is {value!r}; it must be one of"):
-        logs.check_log_settings(ServerConfig(**{name: value}))
+        ServerConfig(**{name: value}).check()

@@ -17,7 +17,7 @@ from irminsul_client import Client, IrminsulClientError
 from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, share
 from irminsul_backend.benchmarks.soak.life import Life
 from irminsul_backend.benchmarks.soak.wire import Http
-from irminsul_backend.triton_io.server.launcher import LOCALHOST, Ports, choose_ports
+from irminsul_backend.triton_io.server.addresses import LOCALHOST, Ports, choose_ports
 
 STUBS = ("irminsul_chunker", "irminsul_engine", "irminsul_detokenizer", "irminsul_generate", "irminsul_unary")
 VICTIMS = ("launcher", "supervisor", "tritonserver", *STUBS)

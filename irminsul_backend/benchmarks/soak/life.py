@@ -12,7 +12,7 @@ import httpx
 import psutil
 
 from irminsul_backend.benchmarks.soak.serving import shared_memory
-from irminsul_backend.triton_io.server.launcher import LOCALHOST, Ports
+from irminsul_backend.triton_io.server.addresses import LOCALHOST, Ports
 
 START_SECONDS = 60.0
 

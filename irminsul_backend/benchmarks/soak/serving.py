@@ -19,7 +19,8 @@ from irminsul_client import Client, IrminsulClientError
 from irminsul_backend.benchmarks.soak.harness import Clock, Soak
 from irminsul_backend.benchmarks.soak.wire import Wire
 from irminsul_backend.config import ServerConfig
-from irminsul_backend.triton_io.server.launcher import LOCALHOST, Ports, Server, choose_ports, start_server
+from irminsul_backend.triton_io.server.addresses import LOCALHOST, Ports, choose_ports
+from irminsul_backend.triton_io.server.launcher import Server, start_server
 
 CANARY: dict[str, Any] = {"text_input": "a canary in the mine", "max_tokens": 2, "ignore_eos": True}
 CANARY_SECONDS = 10.0
