@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
-import threading
 from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from irminsul_backend.benchmarks.soak.desk import MOST_ERROR_BYTES, TRACEBACK
 from irminsul_backend.benchmarks.soak.generated import KNOWN, MODELS, Malformed, generate, send
@@ -62,11 +62,8 @@ def malformed(soak: Soak) -> Iterator[Row]:
     with Watched(soak, "malformed", ServerConfig(log_level="CRITICAL", capacity_tokens=32_768)) as watched:
         while reached < wanted and clock.running and len(deaths) < MOST_DEATHS:
             senders = [Sender(watched, reached + n) for n in range(CLIENTS)]
-            threads = [threading.Thread(target=s.run, args=(min(ROUND, wanted) // CLIENTS,)) for s in senders]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(CLIENTS) as threads:
+                list(threads.map(Sender.run, senders, [min(ROUND, wanted) // CLIENTS] * CLIENTS))
             reached += sum(len(s.recent) for s in senders)
             for sender in senders:
                 sender.close()
