@@ -81,9 +81,10 @@ class Cancels:
 
 def cancels(soak: Soak) -> Iterator[Row]:
     """A pool small enough that a leaked slot is missed: at the end one request must get every slot there is."""
-    wanted, clock = soak.count(10_000, least=200), Clock(soak.seconds(270, least=20))
+    wanted = soak.count(10_000, least=200)
     with Watched(soak, "cancels", ServerConfig(log_level="WARNING", capacity_tokens=CAPACITY)) as watched:
         load = Cancels(watched.grpc)
+        clock = Clock(soak.seconds(180, least=20))
         memory: list[int] = []
         reached, step = 0, max(CLIENTS, wanted // 40)
         with ThreadPoolExecutor(CLIENTS) as threads:

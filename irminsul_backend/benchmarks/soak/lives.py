@@ -14,7 +14,7 @@ from irminsul_backend.benchmarks.soak.wire import Http
 from irminsul_backend.config import ServerConfig
 
 CLIENTS = 3
-LIFE_SECONDS = 4.0
+LIFE_SECONDS = 3.0
 PATH = "/v2/models/irminsul_unary/generate"
 CONFIG = ServerConfig(log_level="WARNING", threads=1, capacity_tokens=65_536)
 
@@ -49,7 +49,7 @@ class Load:
 
 
 def lives(soak: Soak) -> Iterator[Row]:
-    wanted, clock = soak.count(60, least=2), Clock(soak.seconds(420, least=30))
+    wanted, clock = soak.count(60, least=2), Clock(soak.seconds(330, least=30))
     deaths: list[str] = []
     faults: list[str] = []
     sent: list[int] = []
@@ -79,7 +79,7 @@ def lives(soak: Soak) -> Iterator[Row]:
     yield _fault_row("segfaults of their processes, shutdown included", faults)
     most = soak.count(200_000, least=100)
     watched = Watched(soak, "long-life", CONFIG)
-    load = Load(watched, soak.seconds(240, least=8), most)
+    load = Load(watched, soak.seconds(150, least=8), most)
     ended = bool(load.failures) or watched.ended()
     if ended:
         watched.keep_log()

@@ -54,12 +54,13 @@ class Sender:
 
 def malformed(soak: Soak) -> Iterator[Row]:
     """Seeded requests of every kind on all models; after each round a canary must be answered."""
-    wanted, clock = soak.count(100_000, least=400), Clock(soak.seconds(300, least=20))
+    wanted = soak.count(100_000, least=400)
     outcomes: Counter[str] = Counter()
     faults: dict[str, Malformed] = {}
     deaths: list[str] = []
     reached = 0
     with Watched(soak, "malformed", ServerConfig(log_level="CRITICAL", capacity_tokens=32_768)) as watched:
+        clock = Clock(soak.seconds(180, least=20))
         while reached < wanted and clock.running and len(deaths) < MOST_DEATHS:
             senders = [Sender(watched, reached + n) for n in range(CLIENTS)]
             with ThreadPoolExecutor(CLIENTS) as threads:

@@ -23,7 +23,7 @@ def sessions(soak: Soak) -> Iterator[Row]:
     wanted, asked = soak.count(20_000), soak.count(100, least=20)
     with Watched(soak, "sessions", ServerConfig(log_level="ERROR")) as watched:
         wires = [Wire(watched.grpc) for _ in range(OPENERS)]
-        clock = Clock(soak.seconds(360, least=20))
+        clock = Clock(soak.seconds(240, least=20))
         outcomes: Counter[str] = Counter()
 
         def open_one(number: int) -> str:

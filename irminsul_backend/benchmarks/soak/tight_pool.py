@@ -38,7 +38,7 @@ def tight_pool(soak: Soak) -> Iterator[Row]:
     config = ServerConfig(log_level="WARNING", capacity_tokens=capacity)
     ample = ServerConfig(log_level="WARNING", capacity_tokens=max(2 * capacity, min(MOST_AMPLE, whole.computed * 2)))
     with Watched(soak, "tight", config) as tight, Watched(soak, "ample", ample) as roomy:
-        clock = Clock(soak.seconds(200, least=25))
+        clock = Clock(soak.seconds(140, least=25))
         equal = different = 0
         failed: list[str] = []
         here, there = Sessions(tight.grpc, "exact"), Sessions(roomy.grpc, "exact")
@@ -63,7 +63,7 @@ def tight_pool(soak: Soak) -> Iterator[Row]:
 
 
 def _reuse_row(soak: Soak, turns: list[Turn], wanted: int, capacity: int, tokenizer: PromptTokenizer) -> Iterator[Row]:
-    clock = Clock(soak.seconds(120, least=20))
+    clock = Clock(soak.seconds(80, least=20))
     served: list[Any] = []
     with Watched(soak, "tight", ServerConfig(log_level="WARNING", capacity_tokens=capacity)) as watched:
         sessions = Sessions(watched.grpc, "content")
