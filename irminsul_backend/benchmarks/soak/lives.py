@@ -76,7 +76,7 @@ def lives(soak: Soak) -> Iterator[Row]:
         f"{share(len(sent), wanted)}, {sum(sent):,} requests: {len(deaths)} deaths {deaths[:1] or ''}",
         len(sent) >= wanted and not deaths,
     )
-    yield _fault_row("segfaults of their processes, shutdown included", faults)
+    yield _fault_row("segfaults of their processes, shutdown included", faults, len(sent))
     most = soak.count(200_000, least=100)
     watched = Watched(soak, "long-life", CONFIG)
     load = Load(watched, soak.seconds(150, least=8), most)
@@ -86,10 +86,12 @@ def lives(soak: Soak) -> Iterator[Row]:
     watched.stop()
     measured = f"{share(load.sent, most)}: {'died: ' + str(load.failures[:1]) if ended else '0 deaths'}"
     yield Row("one long life", f"{most:,} requests, 0 deaths", measured, not ended and load.sent >= most)
-    yield _fault_row("its segfaults, shutdown included", watched.segfaults())
+    yield _fault_row("its segfaults, shutdown included", watched.segfaults(), load.sent)
 
 
-def _fault_row(what: str, faults: list[str]) -> Row:
+def _fault_row(what: str, faults: list[str], reached: int) -> Row:
     if not kernel_log_is_readable():
         return Row(what, "0 in the kernel's log", "the kernel's log cannot be read here", True)
-    return Row(what, "0 in the kernel's log", f"{len(faults)} {faults[0][:110] if faults else ''}", not faults)
+    return Row(
+        what, "0 in the kernel's log", f"{len(faults)} {faults[0][:110] if faults else ''}", reached > 0 and not faults
+    )

@@ -88,13 +88,13 @@ def malformed(soak: Soak) -> Iterator[Row]:
         "deaths that are not Triton's own",
         "0",
         killers[:600] + f"; {len(segfaults)} segfaults",
-        not deaths and not segfaults,
+        reached > 0 and not deaths and not segfaults,
     )
     for bar, start in (("0 answers that show the inside", "inside"), ("0 hangs", "hung"), ("0 long messages", "long")):
         found = {what: request for what, request in faults.items() if what.startswith(start)}
         for number, request in enumerate(found.values()):
             (soak.found / f"{start}-{number}.json").write_text(_text(request), encoding="utf-8")
-        yield Row("answers", bar, "; ".join(list(found)[:6]) or "0", not found)
+        yield Row("answers", bar, "; ".join(list(found)[:6]) or "0", reached > 0 and not found)
     own = "; ".join(f"{request} ({end})" for request, end in KNOWN.items())
     yield Row("Triton 2.51's own deaths, not sent", "listed", own, True)
 
