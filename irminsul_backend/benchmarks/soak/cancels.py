@@ -70,7 +70,7 @@ class Cancels:
         self.outcomes[f"cancelled {moment}"] += 1
 
     def _broken_off(self, client: Client, request: dict[str, Any], seconds: float, moment: str) -> str:
-        """The client's own timeout cancels the call on the server as a closed connection does. `moment`, or too late."""
+        """The client's own timeout cancels the call on the server as a closed connection does."""
         try:
             client.generate(timeout=seconds, **request)
         except RequestTimeout:
