@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, share
+from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, enough, share
 from irminsul_backend.benchmarks.soak.serving import Watched, kernel_log_is_readable
 from irminsul_backend.benchmarks.soak.wire import Http
 from irminsul_backend.config import ServerConfig
@@ -74,7 +74,7 @@ def lives(soak: Soak) -> Iterator[Row]:
         "short lives, two at once",
         "60 at scale 1, 0 deaths",
         f"{share(len(sent), wanted)}, {sum(sent):,} requests: {len(deaths)} deaths {deaths[:1] or ''}",
-        len(sent) >= wanted and not deaths,
+        enough(len(sent), wanted) and not deaths,
     )
     yield _fault_row("segfaults of their processes, shutdown included", faults, len(sent))
     most = soak.count(200_000, least=100)
@@ -85,7 +85,7 @@ def lives(soak: Soak) -> Iterator[Row]:
         watched.keep_log()
     watched.stop()
     measured = f"{share(load.sent, most)}: {'died: ' + str(load.failures[:1]) if ended else '0 deaths'}"
-    yield Row("one long life", f"{most:,} requests, 0 deaths", measured, not ended and load.sent >= most)
+    yield Row("one long life", f"{most:,} requests, 0 deaths", measured, not ended and enough(load.sent, most))
     yield _fault_row("its segfaults, shutdown included", watched.segfaults(), load.sent)
 
 
