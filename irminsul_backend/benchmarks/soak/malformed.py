@@ -81,7 +81,7 @@ def malformed(soak: Soak) -> Iterator[Row]:
         f"malformed requests on {len(MODELS)} models",
         "as many as the time allows",
         f"{share(reached, wanted)}: {seen}",
-        reached >= wanted,
+        enough(reached, wanted),
     )
     killers = "; ".join(dict.fromkeys(deaths)) or "0 deaths"
     yield Row(

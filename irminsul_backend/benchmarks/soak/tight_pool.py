@@ -82,7 +82,8 @@ def _reuse_row(soak: Soak, turns: list[Turn], wanted: int, capacity: int, tokeni
     measured = (
         f"{share(len(served), wanted)}: {here:.1f} % served, {there:.1f} % by irminsul analyze --capacity {capacity}"
     )
-    yield Row("reuse in a tight pool", f"within {POINTS:g} points", measured, abs(here - there) <= POINTS)
+    close = abs(here - there) <= POINTS
+    yield Row("reuse in a tight pool", f"within {POINTS:g} points", measured, close and enough(len(served), wanted))
 
 
 def _turns(soak: Soak, wanted: int) -> list[Turn]:
