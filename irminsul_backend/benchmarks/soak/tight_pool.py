@@ -10,7 +10,7 @@ from irminsul_client import Client, Completion, IrminsulClientError, Session
 from irminsul_backend.analysis.readers import read_log
 from irminsul_backend.analysis.simulation import ReplayOptions, Turn, replay
 from irminsul_backend.analysis.tokens import PromptTokenizer
-from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, share
+from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, enough, share
 from irminsul_backend.benchmarks.soak.serving import Watched
 from irminsul_backend.chunking import PRESETS
 from irminsul_backend.config import ServerConfig
@@ -56,7 +56,7 @@ def tight_pool(soak: Soak) -> Iterator[Row]:
         here.close()
         there.close()
         measured = f"{share(equal + different, wanted)}: {different} differ, {len(failed)} failed {failed[:1] or ''}"
-        good = not different and not failed and equal >= wanted
+        good = not different and not failed and enough(equal, wanted)
         what = f"`exact` in {capacity:,} slots"
         yield Row(what, f"equal to answers from {ample.capacity_tokens:,} slots", measured, good)
     yield from _reuse_row(soak, turns, wanted, capacity, tokenizer)
