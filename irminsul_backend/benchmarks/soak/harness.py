@@ -69,5 +69,10 @@ def share(reached: int, wanted: int) -> str:
     return f"{reached:,}" if reached >= wanted else f"{reached:,} of {wanted:,} in the time share"
 
 
+def enough(reached: int, wanted: int) -> bool:
+    """Whether a part got far enough in its time share to say anything, a fiftieth; rows say how far."""
+    return reached > 0 and 50 * reached >= wanted
+
+
 def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms"

@@ -53,7 +53,7 @@ class Life:
 
     def ready(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"http://{LOCALHOST}:{self.ports.http}/v2/health/ready", timeout=1).status_code == 200
+            return bool(httpx.get(f"http://{LOCALHOST}:{self.ports.http}/v2/health/ready", timeout=1).is_success)
         return False
 
     def left(self) -> list[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
-import threading
 from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from irminsul_backend.benchmarks.soak.desk import MOST_ERROR_BYTES, TRACEBACK
 from irminsul_backend.benchmarks.soak.generated import KNOWN, MODELS, Malformed, generate, send
-from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, share
+from irminsul_backend.benchmarks.soak.harness import Clock, Row, Soak, enough, share
 from irminsul_backend.benchmarks.soak.serving import Watched
 from irminsul_backend.benchmarks.soak.wire import Http, Wire
 from irminsul_backend.config import ServerConfig
@@ -54,19 +54,17 @@ class Sender:
 
 def malformed(soak: Soak) -> Iterator[Row]:
     """Seeded requests of every kind on all models; after each round a canary must be answered."""
-    wanted, clock = soak.count(100_000, least=400), Clock(soak.seconds(300, least=20))
+    wanted = soak.count(100_000, least=400)
     outcomes: Counter[str] = Counter()
     faults: dict[str, Malformed] = {}
     deaths: list[str] = []
     reached = 0
     with Watched(soak, "malformed", ServerConfig(log_level="CRITICAL", capacity_tokens=32_768)) as watched:
+        clock = Clock(soak.seconds(180, least=20))
         while reached < wanted and clock.running and len(deaths) < MOST_DEATHS:
             senders = [Sender(watched, reached + n) for n in range(CLIENTS)]
-            threads = [threading.Thread(target=s.run, args=(min(ROUND, wanted) // CLIENTS,)) for s in senders]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(CLIENTS) as threads:
+                list(threads.map(Sender.run, senders, [min(ROUND, wanted) // CLIENTS] * CLIENTS))
             reached += sum(len(s.recent) for s in senders)
             for sender in senders:
                 sender.close()
@@ -81,22 +79,22 @@ def malformed(soak: Soak) -> Iterator[Row]:
     seen = ", ".join(f"{count:,} {what}" for what, count in outcomes.most_common())
     yield Row(
         f"malformed requests on {len(MODELS)} models",
-        "all sent",
+        "as many as the time allows",
         f"{share(reached, wanted)}: {seen}",
-        reached >= wanted,
+        enough(reached, wanted),
     )
     killers = "; ".join(dict.fromkeys(deaths)) or "0 deaths"
     yield Row(
         "deaths that are not Triton's own",
         "0",
         killers[:600] + f"; {len(segfaults)} segfaults",
-        not deaths and not segfaults,
+        reached > 0 and not deaths and not segfaults,
     )
     for bar, start in (("0 answers that show the inside", "inside"), ("0 hangs", "hung"), ("0 long messages", "long")):
         found = {what: request for what, request in faults.items() if what.startswith(start)}
         for number, request in enumerate(found.values()):
             (soak.found / f"{start}-{number}.json").write_text(_text(request), encoding="utf-8")
-        yield Row("answers", bar, "; ".join(list(found)[:6]) or "0", not found)
+        yield Row("answers", bar, "; ".join(list(found)[:6]) or "0", reached > 0 and not found)
     own = "; ".join(f"{request} ({end})" for request, end in KNOWN.items())
     yield Row("Triton 2.51's own deaths, not sent", "listed", own, True)
 

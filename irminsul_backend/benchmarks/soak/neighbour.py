@@ -79,4 +79,9 @@ class Neighbour:
         measured += f" (quiet {milliseconds(self.quiet_gap)})"
         if self.wrong:
             measured += f"; first: {self.wrong[0]}"
-        yield Row("a normal stream beside it", "every answer equals the quiet run's", measured, not self.wrong)
+        yield Row(
+            "a normal stream beside it",
+            "every answer equals the quiet run's",
+            measured,
+            self.answers > 0 and not self.wrong,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import subprocess
 import threading
@@ -19,12 +20,14 @@ from irminsul_client import Client, IrminsulClientError
 from irminsul_backend.benchmarks.soak.harness import Clock, Soak
 from irminsul_backend.benchmarks.soak.wire import Wire
 from irminsul_backend.config import ServerConfig
+from irminsul_backend.errors import ServerStartError
 from irminsul_backend.triton_io.server.addresses import LOCALHOST, Ports, choose_ports
 from irminsul_backend.triton_io.server.launcher import Server, start_server
 
 CANARY: dict[str, Any] = {"text_input": "a canary in the mine", "max_tokens": 2, "ignore_eos": True}
 CANARY_SECONDS = 10.0
 LOOK_SECONDS, PATIENCE_SECONDS = 0.5, 30.0
+PORT_RANGE = range(20_000, 32_000)
 SEGFAULT = re.compile(r"\[(\d+)\]: segfault|traps: \S+\[(\d+)\] general protection")
 
 
@@ -34,7 +37,7 @@ class Watched:
     def __init__(self, soak: Soak, name: str, config: ServerConfig | None = None) -> None:
         self._soak, self.name = soak, name
         self._config = config or ServerConfig(log_level="WARNING")
-        self._ports = choose_ports(LOCALHOST, Ports())
+        self._ports = free_ports()
         self.deaths: list[str] = []
         """How each server that ended, or stopped answering, did so."""
         self._threads: set[int] = set()
@@ -131,6 +134,13 @@ class Watched:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
+
+
+def free_ports() -> Ports:
+    """Ports that no outgoing connection is given, so that a server can have the same ones when it starts again."""
+    while True:
+        with contextlib.suppress(ServerStartError):
+            return choose_ports(LOCALHOST, Ports(*random.SystemRandom().sample(PORT_RANGE, 3)))
 
 
 def processes(server: Server) -> list[psutil.Process]:

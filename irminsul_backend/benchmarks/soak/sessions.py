@@ -15,7 +15,7 @@ from irminsul_backend.benchmarks.soak.wire import Wire
 from irminsul_backend.config import ServerConfig
 
 OPENERS = 16
-PATIENCE = 5.0
+PATIENCE, BAR_SECONDS = 2.0, 1.0
 
 
 def sessions(soak: Soak) -> Iterator[Row]:
@@ -23,7 +23,7 @@ def sessions(soak: Soak) -> Iterator[Row]:
     wanted, asked = soak.count(20_000), soak.count(100, least=20)
     with Watched(soak, "sessions", ServerConfig(log_level="ERROR")) as watched:
         wires = [Wire(watched.grpc) for _ in range(OPENERS)]
-        clock = Clock(soak.seconds(360, least=20))
+        clock = Clock(soak.seconds(240, least=20))
         outcomes: Counter[str] = Counter()
 
         def open_one(number: int) -> str:
@@ -47,7 +47,7 @@ def sessions(soak: Soak) -> Iterator[Row]:
             reply = wires[0].ask(model, session, timeout=PATIENCE, text_input="Hello", max_tokens=1)
             took = monotonic() - began
             slowest = max(slowest, took)
-            if reply.hung or TRACEBACK.search(reply.error) or took > 1:
+            if reply.hung or TRACEBACK.search(reply.error) or took > BAR_SECONDS:
                 bad[f"{model}: {'hung' if reply.hung else reply.error[:80] or 'late'}"] += 1
         for wire in wires:
             wire.close()
