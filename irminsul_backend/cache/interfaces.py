@@ -69,15 +69,18 @@ class Index(ABC):
 
     @abstractmethod
     def forget(self, sequence: CachedSequence) -> None:
-        """Remove every entry that names the sequence."""
+        """Remove every entry that names the sequence; what others hold as well is then found in them."""
 
     @abstractmethod
     def content(self, namespace: str) -> Mapping[int, Place]:
-        """Return the place of each known fingerprint of the namespace; read-only, valid until publish or forget."""
+        """Return the latest place of each known fingerprint; read-only, valid until publish or forget."""
 
     @abstractmethod
-    def find_prefix(self, namespace: str, token_ids: np.ndarray) -> CachedSequence | None:
-        """Return the donor that holds the longest known prefix of int32 `token_ids` [n], or None."""
+    def find_prefix(self, namespace: str, token_ids: np.ndarray) -> list[CachedSequence]:
+        """Return the donors of the longest known prefix of int32 `token_ids` [n].
+
+        They are that of the longest one whose rows are exact and, where an approximate one is longer, that of this one.
+        """
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[str, CachedSequence, int]]:
