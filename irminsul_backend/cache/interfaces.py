@@ -83,6 +83,13 @@ class Index(ABC):
         """
 
     @abstractmethod
+    def check(self, sequence: CachedSequence, start: int, end: int) -> None:
+        """Raise AssertionError if an entry that the sequence has for positions in [start, end) is not found.
+
+        Whichever way its entries are spread, those of ranges that together are the whole sequence are all of them.
+        """
+
+    @abstractmethod
     def entries(self) -> Iterator[tuple[str, CachedSequence, int]]:
         """Yield every entry as (namespace, donor, position that must be written), for integrity checks."""
 

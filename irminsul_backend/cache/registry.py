@@ -164,6 +164,18 @@ class Registry(Index):
             longest = place.donor
         return [donor for donor in dict.fromkeys((exact, longest)) if donor is not None]
 
+    def check(self, sequence: CachedSequence, start: int, end: int) -> None:
+        index, size = self._namespaces.get(sequence.namespace), len(sequence.slots)
+        for keys in (sequence.content_keys, sequence.prefix_keys):
+            first, after = start * len(keys) // size, end * len(keys) // size
+            for at, key in enumerate(keys[first:after], first):
+                assert index is not None, "a sequence's entries are gone"
+                if keys is sequence.content_keys:
+                    table = index.content
+                else:
+                    table = index.exact if at < sequence.first_inexact // PREFIX_BLOCK else index.approximate
+                assert table.holds(key, sequence), "a sequence is not among the holders of its key"
+
     def entries(self) -> Iterator[tuple[str, CachedSequence, int]]:
         """Yield every entry as (namespace, donor, position that must be written), for integrity checks."""
         for name, index in self._namespaces.items():

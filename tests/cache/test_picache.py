@@ -140,6 +140,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def integrity(self) -> None:
         self.cache.check_integrity()
+        self.cache.check_some()
 
     def teardown(self) -> None:
         for admission, _ in self.running:
