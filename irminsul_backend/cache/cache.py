@@ -13,12 +13,11 @@ from irminsul_backend.cache.integrity import IntegrityPass, check_rows
 from irminsul_backend.cache.interfaces import Index, Pool, ReusePolicy, Tier
 from irminsul_backend.cache.planner import Segment, plan
 from irminsul_backend.cache.registry import Registry
-from irminsul_backend.cache.slots import SlotPool
+from irminsul_backend.cache.slots import NO_SLOTS, SlotPool
 from irminsul_backend.cache.tier import NoTier
 from irminsul_backend.chunking import Preset, cut, fingerprint
 from irminsul_backend.errors import CapacityError
 
-NO_SLOTS = np.empty(0, np.int32)
 METADATA_FACTOR = 4
 """Limit of the tokens of all idle donors (10 bytes of metadata each), as a multiple of the pool's capacity. They can
 exceed the capacity because donors that share rows share slots."""
@@ -336,7 +335,7 @@ class PICache:
         held = np.concatenate([s.slots for s in live]) if live else np.empty(0, np.int32)
         counts = np.bincount(held, minlength=self.pool.capacity)
         assert np.array_equal(counts, self.pool.refs), "a slot's reference count differs from its holders"
-        assert self.pool.num_free == int((self.pool.refs == 0).sum()), "free + used != capacity"
+        self.pool.check_free()
         assert self._idle_tokens == sum(s.length for s in self._idle), "idle tokens were miscounted"
         for s in live:
             check_rows(self.pool, s, 0, s.length)

@@ -13,7 +13,7 @@ import numpy as np
 from irminsul_backend.cache.cached_sequence import CachedSequence
 from irminsul_backend.cache.interfaces import Index, Pool
 
-WALKED_SLOTS, COMPARED_SLOTS = 1 << 15, 1 << 18
+WALKED_SLOTS, COMPARED_SLOTS = 1 << 13, 1 << 18
 """Most slots that one call counts, or compares: about a millisecond."""
 SEQUENCES_A_CALL = 256
 """Most sequences that one call ends, since each costs something however short it is."""

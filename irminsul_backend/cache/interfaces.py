@@ -49,6 +49,10 @@ class Pool(ABC):
     def release(self, slots: np.ndarray) -> int:
         """Drop one reference per entry of int32 `slots`; returns how many slots became free."""
 
+    @abstractmethod
+    def check_free(self) -> None:
+        """Raise AssertionError if the free slots are not those without a reference; looks at all of them."""
+
 
 class Index(ABC):
     """Maps content to the donors that hold it. Of a sequence it modifies only the record of what is published.
