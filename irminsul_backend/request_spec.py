@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.errors import InvalidRequestError, shown
 
 DType = Literal["STRING", "INT32", "UINT64", "FP32", "BOOL"]
 """Triton's names without TYPE_. A STRING holds bytes, text in UTF-8."""
@@ -20,6 +20,9 @@ DType = Literal["STRING", "INT32", "UINT64", "FP32", "BOOL"]
 MAX_WORDS = 256
 """Most stop words, and most bad words, of one request: each is looked for at every token."""
 MAX_WORD_BYTES = 1024
+MAX_SALT_BYTES = 256
+MAX_KEY_BYTES = 128
+MAX_SESSION_ID_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Input:
     """Largest value allowed."""
     choices: tuple[str, ...] = ()
     """The texts allowed; empty allows any."""
+    max_bytes: int | None = None
+    """Length limit of a text in UTF-8, for names: each is kept for as long as its request or its rows."""
     note: str = ""
     """What a special value means, for error messages."""
     option: str | None = ""
@@ -58,6 +63,8 @@ class Input:
         """The range in words, as error messages and docs give it; "" where every value of the type is allowed."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
+        if self.max_bytes is not None:
+            return f"at most {self.max_bytes} bytes"
         note = f" ({self.note})" if self.note else ""
         over = "" if self.above is None else f"over {self.above}"
         if self.high is not None:
@@ -71,6 +78,13 @@ class Input:
         """Raise InvalidRequestError if a value of the right type is out of range; the message has value and limit."""
         if self.choices:
             allowed = value in self.choices
+        elif self.max_bytes is not None:
+            size = len(value.encode("utf-8", "surrogatepass"))
+            if size > self.max_bytes:
+                raise InvalidRequestError(
+                    f"{self.name} is {size} bytes long; {self.limit} are allowed; it begins with {shown(value, 32)}"
+                )
+            return
         elif self.dtype in ("STRING", "BOOL") or self.dims != 1:
             return
         else:
@@ -81,7 +95,7 @@ class Input:
                 and (self.high is None or value <= self.high)
             )
         if not allowed:
-            raise InvalidRequestError(f"{self.name} is {value!r}; it must be {self.limit}")
+            raise InvalidRequestError(f"{self.name} is {shown(value)}; it must be {self.limit}")
 
 
 def _parameter(dtype: DType, default: Any, doc: str, **more: Any) -> Any:
@@ -91,12 +105,21 @@ def _parameter(dtype: DType, default: Any, doc: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. Names and meanings follow TRT-LLM's tensors; the defaults are greedy."""
+    """How the next token is chosen. Names and meanings follow TRT-LLM's tensors; the defaults are greedy.
+
+    The ranges end where no use is known and numbers would leave float32. Presence and frequency penalty have OpenAI's,
+    which vLLM and SGLang refuse to exceed as well. A temperature over 2 is of little use, but TRT-LLM's clients may
+    send it; at 100 the logits of real models are as good as equal. Low temperatures are sampled as they are, not raised
+    to 0.01 (vLLM) or taken for 0 (SGLang). Repetition penalties lie between 1 and 2 in practice and SGLang allows no
+    others; below 1 they reward.
+    """
 
     max_tokens: int = _parameter(
         "INT32", 128, "Most tokens to generate; the default shrinks to what the model's context has room for.", low=1
     )
-    temperature: float = _parameter("FP32", 0.0, "Divides the logits; 0 is greedy.", low=0, note="0 is greedy")
+    temperature: float = _parameter(
+        "FP32", 0.0, "Divides the logits; 0 is greedy.", low=0, high=100, note="0 is greedy"
+    )
     top_k: int = _parameter(
         "INT32", 0, "Sample among the k most likely tokens; 0 sets no limit.", low=0, note="0 = no limit"
     )
@@ -110,12 +133,15 @@ class SamplingParams:
         "FP32",
         1.0,
         "Divides the positive logits of tokens in prompt and answer, multiplies the negative ones.",
-        above=0,
+        low=0.1,
+        high=10,
         note="1 = none",
     )
-    presence_penalty: float = _parameter("FP32", 0.0, "Subtracted once from the logits of tokens in the answer.")
+    presence_penalty: float = _parameter(
+        "FP32", 0.0, "Subtracted once from the logits of tokens in the answer.", low=-2, high=2
+    )
     frequency_penalty: float = _parameter(
-        "FP32", 0.0, "Subtracted from the logits of tokens in the answer, once per occurrence."
+        "FP32", 0.0, "Subtracted from the logits of tokens in the answer, once per occurrence.", low=-2, high=2
     )
     seed: int | None = _parameter(
         "UINT64",
@@ -175,10 +201,48 @@ INPUTS: tuple[Input, ...] = (
         choices=("off", "exact", "content"),
     ),
     Input(
-        "cache_salt", "STRING", "Only requests of equal salt share cached rows; by default all without a salt share."
+        "allow_special_tokens",
+        "BOOL",
+        "What is written like a special token is one; by default in text_input, and not in messages and tools.",
     ),
-    Input("cancel_key", "STRING", "Name by which the request can be stopped; by default a random one.", option=None),
-    Input("session_id", "STRING", "Session of a request that comes over HTTP.", option=None, endpoints_only=True),
+    Input(
+        "cache_salt",
+        "STRING",
+        "Only requests of equal salt share cached rows; by default all without a salt share.",
+        max_bytes=MAX_SALT_BYTES,
+    ),
+    Input(
+        "timeout_ms",
+        "INT32",
+        "Time in milliseconds, waiting included, after which a request that has not finished fails.",
+        default=0,
+        low=0,
+        high=(1 << 31) - 1,
+        note="0 = none",
+    ),
+    Input(
+        "priority",
+        "INT32",
+        "Requests of higher priority are computed first, and may displace those of lower priority.",
+        default=0,
+        low=-10,
+        high=10,
+    ),
+    Input(
+        "cancel_key",
+        "STRING",
+        "Name by which the request can be stopped; by default a random one.",
+        max_bytes=MAX_KEY_BYTES,
+        option=None,
+    ),
+    Input(
+        "session_id",
+        "STRING",
+        "Session of a request that comes over HTTP.",
+        max_bytes=MAX_SESSION_ID_BYTES,
+        option=None,
+        endpoints_only=True,
+    ),
     Input(
         "session_end",
         "BOOL",

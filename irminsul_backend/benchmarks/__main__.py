@@ -126,7 +126,8 @@ class Bench:
 
     def _resident_mb(self) -> float:
         root = psutil.Process(self.server.process.pid)
-        return round(sum(p.memory_info().rss for p in [root, *root.children(recursive=True)]) / 1e6, 1)
+        num_bytes: int = sum(p.memory_info().rss for p in [root, *root.children(recursive=True)])
+        return round(num_bytes / 1e6, 1)
 
 
 def planning(progress: Progress, repeats: int = 9, cached: int = 10_000_000) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class PICache:
         self._running: set[CachedSequence] = set()
         self._idle: OrderedDict[CachedSequence, None] = OrderedDict()  # least recently used first
         self._idle_tokens = 0
+        self._num_evicted = 0
         self._last_of_session: dict[tuple[str, str], CachedSequence] = {}
         self._of_namespace: dict[str, set[CachedSequence]] = {}
         self._pass = IntegrityPass(self.pool, self.registry)
@@ -270,6 +271,7 @@ class PICache:
     def _evict(self, donor: CachedSequence) -> None:
         self._tier.store(donor)
         self.discard(donor)
+        self._num_evicted += 1
 
     def _touch(self, donor: CachedSequence) -> None:
         if donor in self._idle:
@@ -319,6 +321,7 @@ class PICache:
             "running": len(self._running),
             "idle": len(self._idle),
             "idle_tokens": self._idle_tokens,
+            "evictions": self._num_evicted,
             "registry_entries": len(self.registry),
         }
 

@@ -15,16 +15,16 @@ from irminsul_backend.chunking.presets import Preset
 
 _NEVER = 1 << 62
 _SYNC_CHUNKS = 16
-"""How many longest chunks behind a change the cuts are expected to meet the old ones again."""
+"""Chunks of maximum length after a change within which the new cuts are expected to coincide with the old ones."""
 
 
 def mix(ids: np.ndarray) -> np.ndarray:
-    """G: a fixed 64-bit mix of each id (the finaliser of SplitMix64). int32 [n] -> uint64 [n]."""
+    """Return the Gear value G of each id, a fixed 64-bit mix (SplitMix64's finaliser). int32 [n] -> uint64 [n]."""
     return mix64(ids.astype(np.uint64))
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """The finaliser itself, a permutation of the 64-bit numbers. uint64 [n] -> uint64 [n]."""
+    """Apply SplitMix64's finaliser, a permutation of the 64-bit integers. uint64 [n] -> uint64 [n]."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)
@@ -35,9 +35,9 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def rolling_hash(ids: np.ndarray, preset: Preset) -> np.ndarray:
-    """The hash after each id, starting from 0. int32 [n] -> uint64 [n].
+    """Return the rolling hash after each id, starting from 0. int32 [n] -> uint64 [n].
 
-    Doubling: the hash over 2k ids is that over the last k plus that over the k before, shifted by k ids.
+    Computed by doubling: the hash over 2k ids is that over the last k plus that over the k before, shifted by k ids.
     """
     h = mix(ids)
     k = 1
@@ -48,10 +48,10 @@ def rolling_hash(ids: np.ndarray, preset: Preset) -> np.ndarray:
 
 
 def visible_marker(preset: Preset, vocab_size: int, seed: int = 0) -> np.ndarray:
-    """`window` ids behind which any prompt may be cut, whatever stands before them (paper, S2): int32 [window].
+    """Return `window` ids after which any prompt may be cut, whatever precedes them (paper, S2): int32 [window].
 
-    They fill the hash's window, so a cut is wanted at their end in every prompt that holds them. Unlike a cut marker in
-    the text they cost tokens and the model sees them; they exist to be compared with it.
+    They fill the hash's window, so their end is a possible cut in every prompt that contains them. Unlike a cut marker
+    in the text they cost tokens and the model sees them; they exist for comparison with the marker.
     """
     rng = np.random.default_rng(seed)
     while True:
@@ -61,9 +61,9 @@ def visible_marker(preset: Preset, vocab_size: int, seed: int = 0) -> np.ndarray
 
 
 def gram_hashes(ids: np.ndarray, gram: int) -> np.ndarray:
-    """A 64-bit hash of every run of `gram` ids (a power of two), by its first id. int32 [n] -> uint64 [n - gram + 1].
+    """Hash every run of `gram` ids (a power of two) to 64 bits. int32 [n] -> uint64 [n - gram + 1], by first id.
 
-    Polynomial in an odd base, so that all 64 bits depend on all ids; doubling as in :func:`rolling_hash`.
+    The hash is a polynomial in an odd base, so that all 64 bits depend on all ids; doubling as in :func:`rolling_hash`.
     """
     if gram & (gram - 1):
         raise ValueError(f"gram is {gram}; it must be a power of two")
@@ -77,14 +77,14 @@ def gram_hashes(ids: np.ndarray, gram: int) -> np.ndarray:
 def cut(ids: np.ndarray, preset: Preset, edges: np.ndarray | None = None) -> np.ndarray:
     """Cut a prompt into chunks.
 
-    Every chunk is `preset.minimum` to `preset.maximum` ids long; only the last may be shorter. An edge is a cut, except
-    where that would make a chunk shorter than the minimum (the short piece then joins what follows); content cuts keep
-    that distance from a coming edge.
+    Every chunk is `preset.minimum` to `preset.maximum` ids long; only the last may be shorter. An edge is a cut
+    unless that would make a chunk shorter than the minimum (the short piece then joins the next chunk); content cuts
+    stay at least the minimum before the next edge.
 
     Args:
         ids: int32 [n].
-        edges: int32 [k], ascending offsets where a cut is wanted: a marker, and with `preset.structure_cuts` the
-            template's structure too.
+        edges: int32 [k], ascending offsets where a cut is wanted: markers and, with `preset.structure_cuts`, the
+            template's structure.
 
     Returns:
         int32 [m]: chunk ends, ascending; the last is n. Empty for an empty prompt.
@@ -101,7 +101,7 @@ def recut(
     edges: np.ndarray | None = None,
     old_edges: np.ndarray | None = None,
 ) -> np.ndarray:
-    """What `cut(ids, preset, edges)` returns, given ``old_ends = cut(old_ids, preset, old_edges)``.
+    """Return `cut(ids, preset, edges)`, faster, given ``old_ends = cut(old_ids, preset, old_edges)``.
 
     Only the part between the common prefix and the common suffix is hashed and walked, plus a few chunks around it.
     """
@@ -109,13 +109,13 @@ def recut(
     edges, old_edges = _inner_edges(edges, n), _inner_edges(old_edges, n_old)
     delta = n - n_old
 
-    # A chunk's end is decided by ids up to `maximum` behind its start, and by edges less than `minimum` beyond those.
+    # A chunk's end depends on the `maximum` ids after its start, and on edges less than `minimum` beyond those.
     same_until = min(common_prefix(old_ids, ids), _first_difference(old_edges, edges))
     starts = np.concatenate(([0], old_ends[:-1])) if len(old_ends) else np.empty(0, np.int64)
     kept = int(np.searchsorted(starts, same_until - preset.maximum - preset.minimum, side="right"))
     start = int(old_ends[kept - 1]) if kept else 0
 
-    # Behind `same_from` hashes and edges are the old ones, moved by delta: from the first common end on, all ends are.
+    # From `same_from` on, hashes and edges are the old ones moved by delta; from the first common end on, all ends are.
     same_from = n - common_prefix(old_ids[::-1], ids[::-1]) + preset.window
     same_from = max(same_from, n - _first_difference((n_old - old_edges)[::-1], (n - edges)[::-1]) + 1, start)
     moved = old_ends.astype(np.int64) + delta
@@ -133,7 +133,7 @@ def recut(
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading elements that are equal."""
+    """Count the leading elements that are equal."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
@@ -147,26 +147,27 @@ def _inner_edges(edges: np.ndarray | None, n: int) -> np.ndarray:
 
 
 def _first_difference(a: np.ndarray, b: np.ndarray) -> int:
-    """The smallest value that is in only one of two ascending arrays."""
+    """Return the smallest value that is in only one of two ascending arrays."""
     k = common_prefix(a, b)
     return min(int(a[k]) if k < len(a) else _NEVER, int(b[k]) if k < len(b) else _NEVER)
 
 
 def _candidates(ids: np.ndarray, preset: Preset, start: int, stop: int) -> list[int]:
-    """Ends in (start, stop] where the content allows a cut."""
+    """Return the ends in (start, stop] where the content allows a cut."""
     begin = max(0, start + 1 - preset.window)
     below = rolling_hash(ids[begin:stop], preset) < np.uint64(preset.threshold)
     ends = np.flatnonzero(below[start - begin :])
     ends += start + 1
-    return ends.tolist()
+    found: list[int] = ends.tolist()
+    return found
 
 
 def _walk(
     ids: np.ndarray, preset: Preset, edges: np.ndarray, start: int, stop: int, known: frozenset[int]
 ) -> tuple[list[int], bool]:
-    """Choose chunk ends from `start` on, one step a chunk.
+    """Choose chunk ends from `start` on, one chunk per iteration.
 
-    Ends when a chunk end is in `known` (then the second result is True), at the end of `ids`, or where the next end
+    Stops when a chunk end is in `known` (then the second result is True), at the end of `ids`, or where the next end
     would depend on ids beyond `stop`.
     """
     n, minimum, maximum = len(ids), preset.minimum, preset.maximum

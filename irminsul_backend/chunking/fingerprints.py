@@ -7,7 +7,7 @@ import xxhash
 
 
 def chunk_starts(ends: np.ndarray, gram: int = 0) -> np.ndarray:
-    """Where what each fingerprint covers begins: at the former chunk's end, or `gram` ids before its own. int64 [m]."""
+    """Return the start of what each fingerprint covers, int64 [m]: the previous end, or `gram` ids before its own."""
     ends = np.asarray(ends, dtype=np.int64)
     return np.maximum(ends - gram, 0) if gram else np.concatenate(([0], ends[:-1]))[: len(ends)]
 
@@ -18,7 +18,7 @@ def fingerprint(ids: np.ndarray, ends: np.ndarray, namespace: str, gram: int = 0
     Args:
         ids: int32 [n].
         ends: int32 [m], chunk ends, ascending.
-        namespace: whatever separates tenants; equal ids in two namespaces have unrelated fingerprints.
+        namespace: the scope of reuse; equal ids in two namespaces have unrelated fingerprints.
 
     Returns:
         uint64 [m]: xxh64 of the chunk's ids as little-endian int32, seeded with xxh64 of the namespace.

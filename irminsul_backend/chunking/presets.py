@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Preset:
-    """How prompts are cut and how matches grow. Lengths are in tokens. Raises ValueError if the fields contradict."""
+    """Parameters of cutting and matching. Lengths are in tokens. Raises ValueError if fields contradict each other."""
 
     name: str
     window: int
-    """Ids that the rolling hash depends on; a power of two."""
+    """Number of ids that the rolling hash depends on; a power of two."""
     shift: int
-    """Bits the hash moves per id; ``window * shift == 64``."""
+    """Bits by which the hash is shifted per id; ``window * shift == 64``."""
     mean: int
     """Expected chunk length on text without structure."""
     minimum: int
@@ -21,14 +21,14 @@ class Preset:
     structure_cuts: bool
     """Whether the template's edges are cuts; a marker is one in every preset."""
     extension: bool
-    """Whether a hit grows left and right by comparing ids."""
+    """Whether a match is extended left and right by comparing ids."""
     min_segment: int
     """A reused run shorter than this is computed instead."""
     s1_window: int = 0
     """Length of the windows in which a missed chunk is looked up again (paper, S1); 0 = off."""
     gram: int = 0
-    """If set, a cut is known by the `gram` ids before it instead of by the whole chunk, so that what is found does not
-    depend on where the cut before it lies. 0 = chunks."""
+    """If not 0, a fingerprint covers the `gram` ids before a cut instead of the whole chunk, so that a match does not
+    depend on where the previous cut is."""
 
     def __post_init__(self) -> None:
         if self.window * self.shift != 64 or self.window & (self.window - 1):

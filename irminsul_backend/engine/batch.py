@@ -1,4 +1,4 @@
-"""What a step computes, as host arrays and as tensors on the device."""
+"""The scheduled tokens of a step, as host arrays and as tensors on the device."""
 
 from __future__ import annotations
 
@@ -14,59 +14,60 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of one sequence to compute in this pass: prompt holes or one decode token."""
+    """The scheduled tokens of one sequence in a step: prompt holes, or one decode token."""
 
     token_ids: np.ndarray
     """int32 [q]"""
     positions: np.ndarray
     """int64 [q], ascending"""
     slots: np.ndarray
-    """int32, at least positions[-1] + 1; the rows before it that are not computed here are written already"""
+    """int32 [positions[-1] + 1 or more], by position; earlier rows that are not computed here are written already"""
     wants_logits: bool
     """Whether the last token's logits are needed."""
 
 
 def pinned(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host tensor to copy from: for a GPU in pinned memory, which torch keeps until the copy is done."""
+    """Make a host tensor to copy from; for a GPU in pinned memory, which torch keeps until the copy is done."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
-    """int64 tensors on the device, one copy for all of them."""
+    """Copy arrays to the device as int64 tensors, in one transfer."""
     packed = pinned(np.concatenate(arrays, dtype=np.int64), device).to(device, non_blocking=True)
-    return packed.split([len(a) for a in arrays])
+    return tuple(torch.split(packed, [len(a) for a in arrays]))
 
 
 def batch_buckets(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`: the batch sizes that decode steps are padded to."""
+    """Return the batch sizes that decode steps are padded to: 1, 2, 4, ... and `most`."""
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 def bucket_of(n: int, buckets: Sequence[int]) -> int | None:
-    """The smallest bucket (ascending) that holds n; None if none does."""
+    """Return the smallest of the ascending `buckets` that is at least n, or None."""
     return next((bucket for bucket in buckets if bucket >= n), None)
 
 
 @dataclass(frozen=True)
 class DecodeBuffer:
-    """Where the numbers of a decode step lie in one int32 buffer, for a batch padded to `bucket`.
+    """Layout of a decode step's inputs in one int32 buffer, for a batch padded to `bucket`.
 
-    kv_indptr [bucket + 1], token ids, positions, new slots [bucket each], and from a multiple of 4 on (16 bytes, like
-    the buffer itself) the slots of all sequences.
+    In order: kv_indptr [bucket + 1], token ids, positions and new slots [bucket each], and then, aligned to 4 elements
+    (16 bytes, like the buffer itself), the slots of all sequences.
     """
 
     bucket: int
 
     @property
     def first_slot(self) -> int:
+        """Offset of the sequences' slots, in elements."""
         return -(-(4 * self.bucket + 1) // 4) * 4
 
     def pack(self, pieces: Sequence[Piece], scratch: int) -> np.ndarray:
-        """The buffer's contents, int32, as long as they are.
+        """Return the buffer's contents, int32, without its unused end.
 
-        Entries behind the pieces compute token 0 at position 0 of an empty sequence; their rows go to slot `scratch`,
-        which no sequence has.
+        Padding computes token 0 at position 0 of an empty sequence; its rows go to slot `scratch`, which no sequence
+        holds.
         """
         n = len(pieces)
         lengths = [int(piece.positions[0]) + 1 for piece in pieces]
@@ -83,7 +84,7 @@ class DecodeBuffer:
         return buffer
 
     def views(self, buffer: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """kv_indptr, token_ids, positions, new_slots and slots (all that is behind) of an array or a tensor."""
+        """Split an array or a tensor into kv_indptr, token_ids, positions, new_slots and slots (the rest)."""
         b = self.bucket
         starts = [0, b + 1, 2 * b + 1, 3 * b + 1, 4 * b + 1]
         parts = [buffer[start:end] for start, end in pairwise(starts)]

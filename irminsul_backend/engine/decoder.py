@@ -1,7 +1,7 @@
 """Decode steps on a GPU: one token of each sequence, padded to a batch bucket and replayed as a CUDA graph.
 
-A graph sees fixed addresses. So each step's numbers go into one static buffer by one copy from pinned memory, and
-everything else is derived from them inside the graph: new base positions, the rows' places, attention, logits.
+A graph replays with fixed addresses. So the inputs of a step are copied from pinned memory into one static buffer, and
+everything else is computed from them inside the graph: new base positions, the rows' places, attention, logits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from irminsul_kernels.attention.decode import decode_attention, plan_splits, tuning, workspace_size
+from irminsul_kernels.attention.decode import decode_attention, tuning
+from irminsul_kernels.attention.plans import plan_splits, workspace_size
 from torch import Tensor
 
 from irminsul_backend.engine.batch import DecodeBuffer, Piece, batch_buckets, bucket_of, pinned
@@ -19,8 +20,9 @@ from irminsul_backend.model import MLAModel
 log = logging.getLogger(__name__)
 
 USUAL_KEYS = 4096
-"""Keys of the longest sequence that the graphs captured at the start are laid out for."""
+"""Length in keys of the longest sequence for which the graphs captured at start-up are planned."""
 LEAST_KEYS = 512
+"""Shortest length in keys for which a graph is planned; shorter sequences use the same one."""
 
 
 class _DecodeContext:
@@ -44,14 +46,15 @@ class _DecodeContext:
 
 
 class Decoder:
-    """Steps in which every sequence computes one token and wants its logits."""
+    """Runs decode steps, in which every sequence computes one token and needs its logits."""
 
     def __init__(self, model: MLAModel, rows: Tensor, base: Tensor, turns: Tensor, max_running: int) -> None:
-        """
+        """Allocate the static buffers.
+
         Args:
             rows: [layers, capacity + 1, R + d]; the last slot takes the rows of padding.
-            base: int32 [capacity + 1] on the device, kept up to date here.
-            turns: int64 [d/2] on the device.
+            base: int32 [capacity + 1] on the device, updated by every step.
+            turns: int64 [d/2] on the device, as in Rope.
             max_running: largest batch.
         """
         self.model, self.rows, self.base, self.turns = model, rows, base, turns
@@ -67,14 +70,14 @@ class Decoder:
         else:
             self._arch, self._num_sms = 90, 132
         self.workspace = torch.zeros(self._most_workspace(), device=device)
-        # grouped products of float16 experts wait for the device, which a graph cannot
+        # grouped matmuls of float16 experts synchronise with the device, which a graph cannot
         capturable = model.dtype == torch.bfloat16 or config.n_routed_experts == 0
         self._use_graphs = device.type == "cuda" and capturable
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
 
     def takes(self, pieces: Sequence[Piece]) -> bool:
-        """Whether a step is one for :meth:`forward`."""
+        """Whether :meth:`forward` can compute the step."""
         if any(len(p.positions) != 1 or not p.wants_logits for p in pieces):
             return False
         fits = all(p.positions[0] < self._longest for p in pieces)
@@ -82,7 +85,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
-        """float32 [pieces, vocab], valid until the next call."""
+        """Compute a step; returns its logits, float32 [pieces, vocab], valid until the next call."""
         bucket = bucket_of(len(pieces), self._buckets)
         assert bucket is not None, "takes() was not asked"
         packed = DecodeBuffer(bucket).pack(pieces, self.rows.shape[1] - 1)
@@ -99,17 +102,17 @@ class Decoder:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture every bucket for sequences of usual length, so that the first requests do not wait for it."""
+        """Capture a graph per bucket for sequences of usual length, so that the first requests do not wait for it."""
         if not self._use_graphs:
             return
-        for bucket in reversed(self._buckets):  # the largest first: the others find its memory
+        for bucket in reversed(self._buckets):  # the largest first: the others reuse its memory
             packed = DecodeBuffer(bucket).pack([], self.rows.shape[1] - 1)
             self.buffer[: len(packed)].copy_(pinned(packed, self.model.device), non_blocking=True)
             self._capture(bucket, self._splits(bucket, min(USUAL_KEYS, self._longest)))
         torch.cuda.synchronize(self.model.device)
 
     def _splits(self, bucket: int, longest: int) -> int:
-        """Splits for sequences of up to the next power of two: few different ones, so few graphs."""
+        """Return the KV splits for `longest` keys, rounded up to a power of two so that few graphs are needed."""
         config = self.model.config
         tune = tuning(config.kv_lora_rank, self._arch)
         keys = max(LEAST_KEYS, 1 << (longest - 1).bit_length())
@@ -126,7 +129,7 @@ class Decoder:
             keys *= 2
 
     def _compute(self, bucket: int, splits: int) -> None:
-        """The step itself, from the buffer's contents to the logits; nothing here reads the device."""
+        """Compute the logits from the buffer's contents, without synchronising with the device."""
         layout = DecodeBuffer(bucket)
         _, token_ids, positions, new_slots, _ = layout.views(self.buffer)
         self.base.index_copy_(0, new_slots.long(), positions)
@@ -135,7 +138,7 @@ class Decoder:
         self._logits[:bucket].copy_(self.model.compute_logits(hidden))
 
     def _capture(self, bucket: int, splits: int) -> None:
-        """Record the step as a graph. Where that fails, steps go on without graphs."""
+        """Capture the step as a graph. If that fails, decoding goes on without graphs."""
         try:
             stream = torch.cuda.Stream(self.model.device)
             stream.wait_stream(torch.cuda.current_stream(self.model.device))

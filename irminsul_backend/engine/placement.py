@@ -1,4 +1,4 @@
-"""Where a model runs, in which dtype, and how many slots its pool gets there."""
+"""Placement of a model: its device, its dtype, and the number of slots in its pool."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from irminsul_backend.protocol import GenerationRequest
 from irminsul_backend.request_spec import SamplingParams
 
 LEAST_CAPACITY = 1024
-"""Slots below which a GPU is not worth a server."""
+"""Fewest slots that an automatic size gives; a GPU with room for fewer is refused."""
 MOST_CAPACITY_CPU = 131072
 LONGEST_TRIAL = 65536
-"""Keys of the trial that measures the workspace; from here on it no longer grows with the context."""
+"""Context length in keys at which the workspace is measured; beyond it the workspace no longer grows."""
 GRAPH_BYTES = 512 * 2**20
-"""For the CUDA graphs of decode steps and their buffers, which are made once the pool is there."""
+"""Bytes reserved for the CUDA graphs of decode steps and their buffers, which are allocated after the pool."""
 GIB = 2**30
 
 
 def resolve_device(config: ServerConfig) -> tuple[str, torch.dtype]:
-    """Device and dtype that `auto` means here.
+    """Return the device and the dtype to use, with `auto` resolved for this machine.
 
     Raises:
         ServerStartError: an unknown device or one that is not there, an unknown dtype, a memory fraction out of range.
@@ -56,10 +56,10 @@ def resolve_device(config: ServerConfig) -> tuple[str, torch.dtype]:
 
 
 def check_weights_fit(config: ServerConfig, device: str, dtype: torch.dtype) -> None:
-    """Before anything is loaded: whether the model's tensors fit the GPU. On the CPU nothing is checked: it can page.
+    """Check, before anything is loaded, that the model's tensors fit on the GPU. The CPU is not checked: it can page.
 
     Raises:
-        ServerStartError: they do not, with both sizes.
+        ServerStartError: they do not fit; the message gives both sizes.
         UnsupportedModelError: config.json is missing or not understood.
     """
     if not device.startswith("cuda"):
@@ -81,13 +81,13 @@ def refuse_weights(size: int, total: int, fraction: float, taken: int) -> None:
 
 
 def resolve_capacity(config: ServerConfig, model: MLAModel) -> int:
-    """Slots in the pool: as configured, or what fits; checked to fit.
+    """Return the number of slots in the pool: as configured if that fits, or else what fits.
 
-    On a GPU: its memory times `gpu_memory_fraction`, without what is taken already (weights, other processes) and
-    without the workspace of a step, which is measured. On the CPU: an eighth of the free memory.
+    On a GPU the pool may take its memory times `gpu_memory_fraction`, less what is in use already (weights, other
+    processes) and less the measured workspace of a step; on the CPU an eighth of the free memory.
 
     Raises:
-        ServerStartError: the pool does not fit, with both sizes.
+        ServerStartError: the pool does not fit; the message gives both sizes.
     """
     row_bytes = model.config.num_layers * model.config.row_size * model.dtype.itemsize
     if model.device.type == "cuda":
@@ -97,7 +97,7 @@ def resolve_capacity(config: ServerConfig, model: MLAModel) -> int:
         return gpu_capacity(
             config.capacity_tokens, row_bytes, total, config.gpu_memory_fraction, total - free, workspace + GRAPH_BYTES
         )
-    available = psutil.virtual_memory().available
+    available: int = psutil.virtual_memory().available
     if config.capacity_tokens == 0:
         return max(LEAST_CAPACITY, min(available // 8 // row_bytes, MOST_CAPACITY_CPU))
     if config.capacity_tokens * row_bytes > available:
@@ -110,15 +110,15 @@ def resolve_capacity(config: ServerConfig, model: MLAModel) -> int:
 
 
 def gpu_capacity(wanted: int, row_bytes: int, total: int, fraction: float, taken: int, workspace: int) -> int:
-    """Slots that fit a GPU; sizes in bytes.
+    """Return the number of slots that fit on a GPU. Sizes are in bytes.
 
     Args:
         wanted: slots asked for; 0 = as many as fit.
-        row_bytes: of one slot.
+        row_bytes: size of one slot.
         total: memory of the GPU.
-        fraction: of it that may be used at all.
-        taken: by the weights and by whatever else is on the GPU.
-        workspace: what a step needs beside them.
+        fraction: share of `total` that may be used.
+        taken: memory in use by the weights and by other processes.
+        workspace: memory that a step needs in addition.
 
     Raises:
         ServerStartError: the slots asked for, or LEAST_CAPACITY of them, do not fit.
@@ -139,13 +139,13 @@ def gpu_capacity(wanted: int, row_bytes: int, total: int, fraction: float, taken
 
 
 def trial_step(max_batch_tokens: int, max_running: int, longest: int, capacity: int) -> list[Piece]:
-    """The step that needs the most memory: the end of a long prompt beside decoding sequences, all with logits.
+    """Make the step that needs the most memory: the end of a long prompt and decoding sequences, all with logits.
 
-    Slots repeat, so a small pool is enough; the tokens that are computed have slots of their own.
+    Slots repeat, so a small pool is enough; the scheduled tokens have slots of their own.
 
     Args:
-        longest: keys of the longest sequence.
-        capacity: slots of the pool, at least max_batch_tokens.
+        longest: length of the longest sequence, in keys.
+        capacity: number of slots in the pool, at least max_batch_tokens.
     """
     others = min(max_running, max_batch_tokens) - 1
     lengths = [max_batch_tokens - others] + [1] * others
@@ -161,7 +161,7 @@ def trial_step(max_batch_tokens: int, max_running: int, longest: int, capacity: 
 
 
 def measure_workspace(model: MLAModel, max_batch_tokens: int, max_running: int) -> int:
-    """Bytes that torch takes on the GPU for one step, forward pass and sampling, beside weights and pool."""
+    """Return the bytes of GPU memory that a step (forward pass and sampling) takes besides weights and pool."""
     capacity = max_batch_tokens
     pieces = trial_step(
         max_batch_tokens, max_running, min(LONGEST_TRIAL, model.config.max_position_embeddings), capacity

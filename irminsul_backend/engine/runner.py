@@ -1,4 +1,4 @@
-"""The rows of all sequences, and one forward pass over a batch of pieces of them."""
+"""The model runner: the row pool, and one forward pass over the scheduled tokens of a step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class _PoolContext:
 
 
 SMALL_STEP_TOKENS, SMALL_STEP_KEYS = 8, 4096
-"""A step within both runs on one CPU thread: sharing out operations this small costs more than it saves (3.7 against
-5.4 ms for one token of the shipped model on two cores), and a core stays free for the server's other processes."""
+"""Scheduled tokens and keys up to which a step runs on one CPU thread: parallelising operations this small costs more
+than it saves (3.7 against 5.4 ms for one token of the shipped model on two cores), and a core stays free for the
+server's other processes."""
 
 
 def has_kernels(model: MLAModel) -> bool:
-    """Whether Triton kernels attend for this model: on GPUs that hold their tiles, in bfloat16 or float16."""
+    """Whether attention can use the Triton kernels: in bfloat16 or float16, on a GPU that they were written for."""
     return (
         model.device.type == "cuda"
         and model.dtype in (torch.bfloat16, torch.float16)
@@ -43,18 +44,20 @@ def has_kernels(model: MLAModel) -> bool:
 
 
 class ModelRunner:
-    """Owns the row pool, [layers, slots, R + d] in the model's dtype. Touches no bookkeeping.
+    """Runs the model on the row pool, [layers, slots, R + d] in the model's dtype, which it owns.
 
-    With kernels the base positions lie on the device too, updated by every step with those of its new rows, and the
-    pool has one slot more than its capacity: the rows of padding go there.
+    The cache does the bookkeeping. With kernels, a copy of the base positions is kept on the device, updated by every
+    step for its new rows, and the pool has one slot more than its capacity, for the rows of padding.
     """
 
     def __init__(
         self, model: MLAModel, capacity: int, *, max_running: int = 64, use_kernels: bool | None = None
     ) -> None:
-        """
+        """Allocate the row pool.
+
         Args:
-            max_running: most sequences of a step that is padded to a bucket.
+            capacity: number of slots.
+            max_running: most sequences in a decode step.
             use_kernels: by default :func:`has_kernels`; on the CPU they need Triton's interpreter.
         """
         self.model = model
@@ -76,12 +79,17 @@ class ModelRunner:
                 self._decoder = Decoder(model, self.rows, self._base, self._turns, max_running)
 
     def enter_thread(self) -> None:
-        """Make the model's GPU the calling thread's: Triton launches kernels on that, wherever their tensors are."""
+        """Make the model's GPU the calling thread's current device, on which Triton launches kernels."""
         if self.model.device.index is not None and self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
 
+    def check_device(self) -> None:
+        """Raise what CUDA reports, if it has failed: an error that sticks is reported by every later call."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
     def warm_up(self) -> None:
-        """Compile and capture what decode steps need, once the model is loaded."""
+        """Compile the kernels and capture the graphs that decode steps need."""
         if self._decoder is not None:
             self._decoder.warm_up()
 
@@ -90,6 +98,7 @@ class ModelRunner:
         """Compute every token of every piece in one pass and write their rows.
 
         Args:
+            pieces: the scheduled tokens, one piece per sequence.
             base: int32 [capacity], base position of each slot.
 
         Returns:

@@ -1,1 +1,1 @@
-"""What is done before and after the engine, without Triton: requests become chunked prompts, events become replies."""
+"""Preprocessing and postprocessing, without Triton: from requests to chunked prompts, and from events to replies."""

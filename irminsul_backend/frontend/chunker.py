@@ -1,4 +1,4 @@
-"""The chunker's work, without Triton: one request's fields to checked token ids, chunks and a GenerationRequest."""
+"""Preprocessing of a request, without Triton: from input fields to token ids, chunks and a GenerationRequest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from irminsul_backend.chunking import PRESETS, cut, fingerprint, recut
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, ServerStartError, UnsupportedModelError
 from irminsul_backend.frontend.inputs import RequestFields
-from irminsul_backend.frontend.sessions import CutPrompt, SessionTable
+from irminsul_backend.frontend.sessions import CutPrompt, SessionId, SessionTable, Turn
 from irminsul_backend.hub.config_fields import MAX_POSITIONS, FieldReader
 from irminsul_backend.hub.json_files import read_config
 from irminsul_backend.protocol import GenerationRequest
@@ -24,13 +24,14 @@ from irminsul_backend.text import ChatTemplate, Encoded, Tokenizer
 from irminsul_backend.text.messages import parse_messages, parse_tools
 
 CUT_MARKER = "<|irminsul_cut|>"
-"""Written into a prompt's text or messages it forces a cut there, so that what it encloses is found as a unit wherever
-it stands (paper, S2). It costs no tokens: it is taken out, and the text on either side is tokenised by itself."""
+"""Marker that forces a cut where it is written in a prompt's text or messages, so that what two of them enclose is
+found as a unit at any position (paper, S2). It costs no tokens: it is removed, and the text on either side is tokenised
+separately."""
 PROMPT_FIELDS = tuple(spec.name for spec in PROMPT_INPUTS)
 
 
 class Prepared(NamedTuple):
-    """What the chunker hands to the engine. The arrays are also kept for the session's next turn: do not write."""
+    """A request as the chunker passes it to the engine. The arrays are read-only: the session keeps them too."""
 
     token_ids: np.ndarray
     """int32 [n], n >= 1, each within the model's vocabulary."""
@@ -48,7 +49,8 @@ class PromptPreparer:
         """Load tokenizer, template and limits.
 
         Args:
-            clock: seconds, for the idle limit of sessions.
+            config: the server's settings.
+            clock: returns seconds, for the idle limit of sessions.
 
         Raises:
             UnsupportedModelError: the model folder lacks a file or a field; the message names it.
@@ -73,24 +75,25 @@ class PromptPreparer:
         self.template = ChatTemplate.load(config.model)
         self.sessions = SessionTable(config.session_ttl_s, clock)
 
-    def prepare(self, fields: dict[str, Any], session_id: str, start: bool, end: bool) -> Prepared:
+    def prepare(self, fields: dict[str, Any], session_id: SessionId | None, start: bool | None, end: bool) -> Prepared:
         """Check one request and prepare its prompt.
 
         Args:
-            fields: the ensemble's inputs by name, those that were sent: text as bytes or str, lists of it, int, float,
-                bool, and int32 [n] for input_ids.
-            session_id: the correlation id, as text.
+            fields: the inputs that were sent, by name: text as bytes or str, lists of text, int, float, bool, and
+                int32 [n] for input_ids.
+            session_id: the correlation id, or None for a request without a session.
             start, end: the request's sequence flags; they take effect even if the request is refused afterwards.
+                start None: open the session if it is not open.
 
         Raises:
             SessionError: the session does not allow this request.
             InvalidRequestError: the request is wrong; the message gives the value and the limit.
         """
-        previous = self.sessions.enter(session_id, start, end)
+        turn = self.sessions.enter(session_id, start, end)
         values = RequestFields(fields)
         prompt, text = self._read_prompt(values)
-        request = self._read_request(values, session_id, len(prompt.ids), text)
-        if previous is None:
+        request = self._read_request(values, turn, len(prompt.ids), text)
+        if (previous := turn.previous) is None:
             ends = cut(prompt.ids, self._preset, prompt.edges)
         else:
             ends = recut(previous.ids, previous.ends, prompt.ids, self._preset, prompt.edges, previous.edges)
@@ -98,7 +101,7 @@ class PromptPreparer:
         return Prepared(prompt.ids, ends, fingerprint(prompt.ids, ends, request.namespace, self._preset.gram), request)
 
     def _read_prompt(self, values: RequestFields) -> tuple[Encoded, str | None]:
-        """The prompt's ids and edges, and its text unless it came as ids."""
+        """Return the prompt's ids and edges, and its text or, if it was sent as ids, None."""
         given = [name for name in PROMPT_FIELDS if name in values]
         if len(given) != 1:
             raise InvalidRequestError(
@@ -120,7 +123,7 @@ class PromptPreparer:
         return prompt, text
 
     def _encode(self, text: str, add_bos: bool) -> Encoded:
-        """Ids and the edges at which this preset cuts: markers, and structure if it uses that."""
+        """Encode a text; its edges are cut markers and, if the preset cuts there, the template's structure."""
         pieces = text.split(CUT_MARKER)
         encoded = [self.tokenizer.encode(piece, add_bos=add_bos and i == 0) for i, piece in enumerate(pieces)]
         ids = np.concatenate([e.ids for e in encoded]) if len(encoded) > 1 else encoded[0].ids
@@ -164,7 +167,7 @@ class PromptPreparer:
         return Encoded(ids, self._structure(ids))
 
     def _read_request(
-        self, values: RequestFields, session_id: str, prompt_tokens: int, text: str | None
+        self, values: RequestFields, turn: Turn, prompt_tokens: int, text: str | None
     ) -> GenerationRequest:
         salt = values.get("cache_salt")
         if salt == "":
@@ -175,8 +178,8 @@ class PromptPreparer:
         stop_words = values.words("stop_words")
         return GenerationRequest(
             key=values.get("cancel_key") or uuid.uuid4().hex,
-            session_id=session_id,
-            namespace=self._namespace(salt, session_id),
+            session_id=turn.session_key,
+            namespace=self._namespace(salt, turn),
             reuse=values.get("reuse"),
             sampling=self._read_sampling(values, prompt_tokens),
             stream=values.get("stream"),
@@ -185,13 +188,19 @@ class PromptPreparer:
             stop_words=stop_words,
             return_log_probs=values.get("return_log_probs"),
             echo=echo,
+            timeout_ms=values.get("timeout_ms"),
+            priority=values.get("priority"),
         )
 
-    def _namespace(self, salt: str | None, session_id: str) -> str:
-        """Where rows are shared. JSON keeps the kind and the name apart: no salt can name a session."""
+    def _namespace(self, salt: str | None, turn: Turn) -> str:
+        """Return the namespace in which rows are shared; as JSON, so that no salt can name a session's.
+
+        A session's own namespace ends with it: whoever opens a session of the same id next finds nothing there.
+        """
         if salt is not None:
             return json.dumps(["salt", salt])
-        return json.dumps(["session", session_id] if self._config.require_cache_salt else ["shared"])
+        private = ["session", turn.session_key, turn.opening]
+        return json.dumps(private if self._config.require_cache_salt else ["shared"])
 
     def _read_sampling(self, values: RequestFields, prompt_tokens: int) -> SamplingParams:
         room = self.max_positions - prompt_tokens
@@ -208,7 +217,10 @@ class PromptPreparer:
         return sampling
 
     def _end_ids(self, values: RequestFields, stop_words: list[str]) -> list[int]:
-        """The model's, or the one given, or none; and stop words that are special tokens, which text never shows."""
+        """Return the ids that end the output: the model's, the one given, or none; and special tokens as stop words.
+
+        Decoded text never contains a special token, so such a stop word cannot be found there.
+        """
         end_ids = [] if values.get("ignore_eos") else list(self.tokenizer.end_ids)
         if "end_id" in values:
             end_id = values.get("end_id")
@@ -222,7 +234,7 @@ class PromptPreparer:
         return list(dict.fromkeys((*end_ids, *special)))
 
     def _bad_words(self, values: RequestFields) -> list[list[int]]:
-        """Each word's ids at the beginning of a line and behind a space: tokenizers write the two differently."""
+        """Return each word's ids, at the start of a line and after a space: tokenizers encode the two differently."""
         spellings = [form for word in values.words("bad_words") for form in (word, " " + word.lstrip())]
         sequences = [self.tokenizer.encode(form).ids.tolist() for form in dict.fromkeys(spellings)]
         return [ids for ids in sequences if ids]

@@ -1,4 +1,4 @@
-"""Reading the typed inputs of a request, with errors that name the input."""
+"""Typed access to the inputs of a request, with errors that name the input."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.errors import InvalidRequestError, shown
 from irminsul_backend.request_spec import BY_NAME, INPUTS, MAX_WORD_BYTES, MAX_WORDS
 
 KNOWN = {spec.name: spec for spec in INPUTS if not spec.endpoints_only}
 
 
 class RequestFields:
-    """The inputs that a request has, by name: text as str or as UTF-8 bytes, numbers, lists of text, arrays of ids.
+    """The inputs of a request, by name: text as str or as UTF-8 bytes, numbers, lists of text, arrays of ids.
 
     Every method raises InvalidRequestError naming input, value and limit.
     """
@@ -21,18 +21,18 @@ class RequestFields:
     def __init__(self, values: dict[str, Any]) -> None:
         unknown = sorted(values.keys() - KNOWN.keys())
         if unknown:
-            raise InvalidRequestError(f"unknown input {unknown[0]!r}; known are {', '.join(sorted(KNOWN))}")
+            raise InvalidRequestError(f"unknown input {shown(unknown[0])}; known are {', '.join(sorted(KNOWN))}")
         self._values = values
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
     def size(self, name: str) -> int:
-        """Length in bytes of UTF-8; 0 if absent."""
+        """Return the length of a text in UTF-8 bytes; 0 if the input is absent."""
         return _size(_check_text(name, self._values[name])) if name in self._values else 0
 
     def get(self, name: str) -> Any:
-        """The value of a single-valued input, checked against its type and range; the default if it is absent."""
+        """Return the value of a single-valued input, checked against type and range; its default if absent."""
         spec = BY_NAME[name]
         if name not in self._values:
             return spec.default
@@ -41,7 +41,7 @@ class RequestFields:
         return value
 
     def words(self, name: str) -> list[str]:
-        """A list of UTF-8 texts without the empty ones, which some clients send for "none"."""
+        """Return a list of texts without the empty ones, which some clients send for "none"."""
         values = self._values.get(name, [])
         if not isinstance(values, (list, tuple)):
             raise InvalidRequestError(f"{name} must be a list of texts, not {type(values).__name__}")
@@ -56,7 +56,7 @@ class RequestFields:
         return [word for word in words if word]
 
     def ids(self, name: str) -> np.ndarray:
-        """Token ids as they came, whole numbers [n]; not copied."""
+        """Return token ids as they were sent, integers [n]; not copied."""
         ids = np.asarray(self._values[name])
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise InvalidRequestError(
@@ -67,19 +67,19 @@ class RequestFields:
 
 def _read_integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidRequestError(f"{name} is {value!r}; it must be a whole number")
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be a whole number")
     return int(value)
 
 
 def _read_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise InvalidRequestError(f"{name} is {value!r}; it must be a number")
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be a number")
     return float(value)
 
 
 def _read_flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise InvalidRequestError(f"{name} is {value!r}; it must be true or false")
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be true or false")
     return bool(value)
 
 

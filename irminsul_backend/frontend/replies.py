@@ -1,4 +1,4 @@
-"""What the detokenizer does, without Triton: the events of one request become the replies its client sees."""
+"""Postprocessing, without Triton: from the events of a request to the replies that its client receives."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from irminsul_backend.errors import IrminsulError
 from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
 
 MAX_OPEN = 16384
-"""Transcripts kept at once. Only requests of an engine that died are never finished; the oldest make room."""
+"""Most transcripts that are kept. Only requests of an engine that died stay open; the oldest are dropped."""
 
 ASK_EVERY_SECONDS = 0.05
-"""A client that went away is noticed this much later, or at the next token."""
+"""Least time between two checks whether a client has disconnected; a check also waits for the request's next event."""
 
 
 class Detokenizer(Protocol):
-    """What is needed of `irminsul_backend.text.IncrementalDetokenizer`."""
+    """The part of `irminsul_backend.text.IncrementalDetokenizer` that is used here."""
 
-    stopped: bool
+    @property
+    def stopped(self) -> bool: ...
 
     def push(self, ids: Any) -> str: ...
 
@@ -39,12 +40,12 @@ class Reply:
     output_ids: list[int] = field(default_factory=list)
     output_log_probs: list[float] = field(default_factory=list)
     num_input_tokens: int = 0
-    """With num_output_tokens a delta: the sum over all replies of a request is the total."""
+    """A delta, like num_output_tokens: the sum over all replies of a request is the total."""
     num_output_tokens: int = 0
     usage: str = ""
 
     def add(self, other: Reply) -> None:
-        """Append what `other` says to this reply."""
+        """Append `other` to this reply."""
         self.text_output += other.text_output
         self.finish_reason = other.finish_reason or self.finish_reason
         self.output_ids += other.output_ids
@@ -55,26 +56,26 @@ class Reply:
 
 
 class Transcript:
-    """The text of one request. Its events come in order: one thread sends them, one step receives them."""
+    """Turns the events of one request into replies. Events arrive in order: one thread sends, one step receives."""
 
     def __init__(self, request: GenerationRequest, detokenizer: Detokenizer) -> None:
         self.request = request
         self.next_event = 0
         self.stop_sent = False
         self.asked_at = time.monotonic()
-        """When it was last asked whether the client is still there."""
+        """Time of the last check whether the client has disconnected, in seconds on the monotonic clock."""
         self._detokenizer = detokenizer
         self._replies = self._sent_tokens = 0
         self._whole = Reply(text_output=request.echo)
-        """Without streaming: all that was said so far."""
+        """Without streaming: the reply accumulated so far."""
 
     @property
     def stopped(self) -> bool:
-        """A stop word is complete; what the engine still generates is not the client's."""
+        """Whether a stop word is complete; what the engine generates after it is not sent."""
         return self._detokenizer.stopped
 
     def feed(self, event: Event) -> Reply | None:
-        """The reply to send now, or None to stay silent."""
+        """Take the next event; returns the reply to send now, or None."""
         self.next_event = event.index + 1
         reply = self._one(event)
         if self.request.stream:
@@ -105,7 +106,7 @@ class Transcript:
                 reply.text_output += text.finish()
             reply.finish_reason = "stop" if text.stopped else event.finish_reason
             if event.usage is not None:
-                # What the engine generated behind a stop word is not the client's.
+                # Tokens that the engine generated after a stop word were not sent.
                 usage = replace(event.usage, completion_tokens=self._sent_tokens)
                 reply.num_input_tokens = usage.prompt_tokens
                 reply.usage = json.dumps(usage.as_dict(), separators=(",", ":"))
@@ -113,7 +114,7 @@ class Transcript:
 
 
 class TranscriptTable:
-    """The transcripts of all requests under way, by request key."""
+    """The transcripts of all requests in progress, by request key."""
 
     def __init__(
         self,
@@ -130,10 +131,17 @@ class TranscriptTable:
         return len(self._open)
 
     def feed(self, event: Event, is_cancelled: Callable[[], bool]) -> tuple[Reply | None, FinishReason]:
-        """(reply or None to stay silent, why to tell the engine to stop this request or "").
+        """Take the next event of a request.
 
-        `is_cancelled` asks the server whether the client has gone; that costs as much as a reply, so not every time.
-        Raises IrminsulError with the text of an `error` event, or if events were lost.
+        Args:
+            is_cancelled: asks the server whether the client has disconnected; that costs as much as a reply, so it is
+                not called for every event.
+
+        Returns:
+            The reply to send now, or None, and the reason for which the engine should stop the request, or "".
+
+        Raises:
+            IrminsulError: the event is of kind `error`, or events were lost.
         """
         if event.kind in ("finished", "error"):
             transcript = self._open.pop(event.key, None)

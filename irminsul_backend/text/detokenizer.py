@@ -1,4 +1,4 @@
-"""Token ids to text as they come: whole characters only, and nothing of a stop word."""
+"""Incremental detokenization: token ids to text as they arrive, in whole characters and without stop words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from irminsul_backend.text.stop_words import StopWordMatcher
 from irminsul_backend.text.tokenizer import Tokenizer
 
 
@@ -14,51 +15,29 @@ class IncrementalDetokenizer:
 
     The pieces it returns, joined, do not depend on how the ids were split into pushes. They are the decoded text, up to
     the first place where a stop word is complete, without that word. A character whose bytes are spread over several
-    tokens is returned once it is whole, and text that may be the beginning of a stop word once it cannot be any more.
+    tokens is returned once it is whole, and text that may begin a stop word once it no longer can.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_words: Iterable[str] = ()) -> None:
         self._decoder = _decoder_for(tokenizer)
-        self._stop_words = [word for word in stop_words if word]
-        self._held = ""
-        """Decoded, not returned yet: the longest end of the text that is a beginning of a stop word."""
-        self.stopped = False
+        self._matcher = StopWordMatcher(stop_words)
+
+    @property
+    def stopped(self) -> bool:
         """Whether a stop word was met; all later pushes return nothing."""
+        return self._matcher.stopped
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that the next ids add and that is certain."""
-        return self._release("".join([self._decoder.step(int(token)) for token in ids]))
+        """Decode the next ids; returns the text that can no longer change."""
+        return self._matcher.push("".join([self._decoder.step(int(token)) for token in ids]))
 
     def finish(self) -> str:
-        """What was held back; bytes that never became a character are U+FFFD. Nothing may be pushed afterwards."""
-        text = self._release(self._decoder.finish()) + self._held
-        self._held = ""
-        return text
-
-    def _release(self, new: str) -> str:
-        if self.stopped:
-            return ""
-        text = self._held + new
-        found = [(at + len(word), at) for word in self._stop_words if (at := text.find(word)) >= 0]
-        if found:
-            # The word that is complete first; of two that end together, the longer.
-            self._held, self.stopped = "", True
-            return text[: min(found)[1]]
-        keep = max((_overlap(text, word) for word in self._stop_words), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-
-def _overlap(text: str, word: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `word`."""
-    for length in range(min(len(word) - 1, len(text)), 0, -1):
-        if text.endswith(word[:length]):
-            return length
-    return 0
+        """Return the text held back, with incomplete characters as U+FFFD. Nothing may be pushed afterwards."""
+        return self._matcher.push(self._decoder.finish()) + self._matcher.finish()
 
 
 _MAX_PENDING = 16
-"""Tokens after which broken text is let go; a character has at most four bytes, so no whole one waits that long."""
+"""Tokens after which invalid text is returned; a character has at most four bytes, so no valid one waits that long."""
 
 
 class _Decoder(Protocol):
@@ -68,7 +47,7 @@ class _Decoder(Protocol):
 
 
 class _ByteDecoder:
-    """Exact for byte-level tokenizers: the bytes of all tokens, decoded as one UTF-8 stream."""
+    """Decoder for byte-level tokenizers, exact: decodes the bytes of all tokens as one UTF-8 stream."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -82,16 +61,16 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """For any other tokenizer: decodes a window of the last tokens and returns what a token adds to it.
+    """Decoder for any other tokenizer: decodes a window of the last tokens and returns what each token adds to it.
 
-    The window starts at a place where the text was whole, so that marks of a word's beginning come out right.
+    The window starts where the text was complete, so that markers of word starts are decoded correctly.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._seen = 0
-        """Tokens at the window's beginning whose text has been returned."""
+        """Number of leading tokens of the window whose text has been returned."""
 
     def step(self, token: int) -> str:
         self._window.append(token)

@@ -1,4 +1,4 @@
-"""A thread-safe, byte-bounded memory of tokenised text."""
+"""A thread-safe LRU cache of tokenised text, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ENTRY_BYTES = 300
-"""Dictionary entry, linked list node and array header of one piece."""
+"""Overhead of one entry: dictionary entry, linked list node and array header."""
 
 
 class SegmentMemo:
-    """Least-recently-used map from a piece of text to its token ids. All methods may be called from any thread.
+    """LRU cache from a piece of text to its token ids. All methods may be called from any thread.
 
     The arrays are shared, not copied: treat them as read-only.
     """
@@ -24,10 +24,10 @@ class SegmentMemo:
         self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._lock = Lock()
         self.size_bytes = 0
-        """Memory of what is held now, at most `max_bytes`."""
+        """Bytes in use, at most `max_bytes`."""
 
     def get(self, text: str) -> NDArray[np.int32] | None:
-        """The ids of `text`, int32 [n], or None if it is not held."""
+        """Return the ids of `text`, int32 [n], or None if it is not cached."""
         with self._lock:
             ids = self._ids.get(text)
             if ids is not None:
@@ -35,7 +35,7 @@ class SegmentMemo:
             return ids
 
     def put(self, text: str, ids: NDArray[np.int32]) -> None:
-        """Hold the ids of `text`, forgetting the least recently used ones to stay within the bound."""
+        """Cache the ids of `text`, evicting the least recently used entries to stay within the bound."""
         with self._lock:
             if text in self._ids or self._cost(text, ids) > self._max_bytes:
                 return

@@ -1,19 +1,19 @@
-"""Chat messages and tools as clients send them (JSON), checked and brought to the form that templates expect."""
+"""Parsing of chat messages and tools: JSON as clients send it, to the form that chat templates expect."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.errors import InvalidRequestError, shown
 
 
 def parse_messages(text: str) -> list[dict[str, Any]]:
-    """A JSON list of messages.
+    """Parse a JSON list of messages.
 
     Each is an object with "role" (a non-empty string) and "content": a string; a list of text parts, which are joined
-    by line ends; or null beside "tool_calls". Other keys reach the template as they are, except those that are null:
-    clients write out every field they know, and templates ask whether one is there.
+    by newlines; or null beside "tool_calls". Other keys are passed to the template unchanged, except null ones: clients
+    send every field they know, and templates test whether a field is present.
 
     Raises:
         InvalidRequestError: anything else; the message gives the index and what was expected.
@@ -36,7 +36,7 @@ def parse_messages(text: str) -> list[dict[str, Any]]:
 
 
 def parse_tools(text: str) -> list[dict[str, Any]]:
-    """A JSON list of tool descriptions, each an object; raises InvalidRequestError for anything else."""
+    """Parse a JSON list of tool schemas, each an object; raises InvalidRequestError for anything else."""
     tools = _parse_list("tools", text)
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
@@ -55,7 +55,7 @@ def _content(where: str, message: dict[str, Any], optional: bool) -> str | None:
         )
     for index, part in enumerate(content):
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            kind = f"of type {part.get('type')!r}" if isinstance(part, dict) else _kind(part)
+            kind = f"of type {shown(part.get('type'))}" if isinstance(part, dict) else _kind(part)
             raise InvalidRequestError(
                 f'{where}["content"][{index}] is {kind}; it must be {{"type": "text", "text": "..."}}, '
                 "the model reads text only"
@@ -82,7 +82,7 @@ def _found(message: dict[str, Any], key: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    """The JSON name of a value's type, with an article."""
+    """Return the JSON name of a value's type, with an article."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}

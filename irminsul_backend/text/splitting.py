@@ -1,4 +1,4 @@
-"""Where a text may be cut so that its pieces tokenise alone as they do together: at added tokens."""
+"""Splits text at added tokens, where the pieces tokenise separately as they do together."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ _LOCAL_PRE_TOKENIZERS = {
     *("ByteLevel", "Split", "Digits", "Whitespace", "WhitespaceSplit", "Punctuation"),
     *("BertPreTokenizer", "UnicodeScripts", "CharDelimiterSplit"),
 }
-"""Those that treat a piece between added tokens as they treat it alone. Metaspace, which marks the text's very start,
-is not among them."""
+"""Pre-tokenizers that treat a piece between added tokens as they treat it alone. Metaspace is not one of them: it marks
+the start of the whole text."""
 
 
 class AddedTokenSplitter:
     """Splits texts at added tokens as the library itself does before anything else."""
 
     def __init__(self, passes: Sequence[Sequence[str]]) -> None:
-        """`passes`: the tokens looked for in the text, those looked for in the pieces that leaves, and so on."""
+        """passes: the tokens at which to split the text, those at which to split the pieces that remain, and so on."""
         self._passes = [_start_patterns(contents) for contents in passes]
         self.tokens = frozenset(content for contents in passes for content in contents)
         """The added tokens at which texts are split."""
 
     @classmethod
     def of_definition(cls, definition: dict[str, Any]) -> AddedTokenSplitter:
-        """For the object of a tokenizer.json.
+        """Make the splitter for the object of a tokenizer.json.
 
         The library looks for tokens that are not normalised first, in the raw text, and then for the others in each
-        normalised piece. The second pass is repeated here only where normalising changes nothing. A tokenizer whose
-        added tokens reach beyond themselves (lstrip, rstrip, single_word), or whose pre-tokenizer looks beyond a
-        piece, is not split at all.
+        normalised piece. The second pass is repeated here only where normalising changes nothing. For a
+        tokenizer whose added tokens affect the text around them (lstrip, rstrip, single_word), or whose pre-tokenizer
+        looks beyond a piece, the splitter never splits.
         """
         added = [token for token in definition.get("added_tokens") or [] if token["content"]]
         reaching = any(token[flag] for token in added for flag in ("lstrip", "rstrip", "single_word"))
@@ -42,7 +42,7 @@ class AddedTokenSplitter:
         return cls(passes)
 
     def split(self, text: str) -> list[str]:
-        """The pieces of `text` in order, none empty; a piece that is in `tokens` is that token."""
+        """Split `text` into non-empty pieces, in order; a piece that is in `tokens` is that token."""
         pieces = [text] if text else []
         for patterns in self._passes:
             pieces = [
@@ -52,7 +52,7 @@ class AddedTokenSplitter:
 
 
 def _split_at(patterns: list[re.Pattern[str]], text: str) -> list[str]:
-    """Split at the leftmost matches, of those the longest, without overlap."""
+    """Split at the leftmost-longest matches, without overlap."""
     matches = sorted((m.start(), m.end(1)) for pattern in patterns for m in pattern.finditer(text))
     pieces, done = [], 0
     for start, end in matches:
@@ -63,9 +63,9 @@ def _split_at(patterns: list[re.Pattern[str]], text: str) -> list[str]:
 
 
 def _start_patterns(contents: Iterable[str]) -> list[re.Pattern[str]]:
-    """A pattern for each first character, which finds every place where a token starts; group 1 ends with the token.
+    """Compile a pattern per first character that matches wherever a token starts; group 1 ends where the token ends.
 
-    A pattern that begins with a literal is several times faster than one that begins with a choice.
+    A pattern that begins with a literal is several times faster than one that begins with an alternation.
     """
     by_first: dict[str, list[str]] = {}
     for content in contents:
@@ -74,7 +74,7 @@ def _start_patterns(contents: Iterable[str]) -> list[re.Pattern[str]]:
 
 
 def _longest_of(words: list[str]) -> str:
-    """A pattern that matches the longest of `words`, without trying them one by one."""
+    """Return a pattern, shaped as a trie, that matches the longest of `words`."""
     by_first: dict[str, list[str]] = {}
     for word in words:
         if word:

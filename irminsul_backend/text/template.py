@@ -1,4 +1,4 @@
-"""Chat templates: messages and tools to the text that the model was trained on."""
+"""Chat templates: render messages and tools as the text that the model was trained on."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ChatTemplate:
     def __init__(
         self, templates: dict[str, str], tokens: dict[str, str] | None = None, sort_tool_keys: bool = False
     ) -> None:
-        """Compile.
+        """Compile the templates.
 
         Args:
             templates: Jinja source by name; "default", and "tool_use" for requests with tools if there is one.
             tokens: bos_token, eos_token and so on, as templates name them.
-            sort_tool_keys: give tools to the template with the keys of every object in order (Kimi).
+            sort_tool_keys: sort the keys of every object in the tools before rendering (Kimi).
 
         Raises:
             UnsupportedModelError: a template is not valid Jinja.
@@ -47,7 +47,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate:
-        """Read the templates of a model folder. A folder without any gives a template that refuses every request.
+        """Read the templates of a model folder. Without any, `render` refuses every request.
 
         Raises:
             UnsupportedModelError: a file or a template is not understood; the message names it.
@@ -57,7 +57,7 @@ class ChatTemplate:
         return cls(read_templates(folder), special_tokens(config), sorts_tool_keys(folder, config))
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        """The prompt's text, up to where the assistant's answer begins.
+        """Render the prompt, up to where the assistant's reply begins.
 
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages; the message says why.
@@ -95,7 +95,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Give an assistant's reasoning, under whichever name it came, the names by which templates ask for it."""
+    """Copy an assistant's reasoning, sent under any of the usual names, to the names that templates read."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -107,7 +107,7 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         next(parser.stream)
-        # a scope of its own: what is set inside is not seen after it
+        # in a scope of its own: variables set inside are not visible after it
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 

@@ -1,4 +1,4 @@
-"""tiktoken.model, which Kimi-K2 and Moonlight ship, through the `tiktoken` package."""
+"""The library for tiktoken.model, which Kimi-K2 and Moonlight ship, on the `tiktoken` package."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from irminsul_backend.text.splitting import AddedTokenSplitter
 
 FILE_NAME = "tiktoken.model"
 RESERVED = 256
-"""Ids after the base vocabulary that are special whether tokenizer_config.json names them or not."""
+"""Number of ids after the base vocabulary that are special, whether or not tokenizer_config.json names them."""
 LONGEST_RUN = 25_000
-"""Characters of one kind, space or not, that are tokenised together (as the published tokenizers do). On some hundred
-thousand spaces the package's regular expressions run out of stack."""
+"""Longest run of spaces, or of other characters, that is tokenised at once (as the published tokenizers do). On a few
+hundred thousand spaces the package's regular expressions overflow the stack."""
 
 _HAN = r"\p{Han}"
 _CAPITALS = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^{_HAN}]]"
@@ -39,18 +39,18 @@ WORDS = "|".join(
         r"\s+",
     )
 )
-"""How Kimi and Moonlight split a text before merging (`pat_str` of the published TikTokenTokenizer): o200k's rule with
-runs of Han characters apart."""
+"""Pattern by which Kimi and Moonlight split a text before merging (`pat_str` of the published TikTokenTokenizer):
+o200k's rule with runs of Han characters separate."""
 
 _LONG_RUN = re.compile(rf"(?<!\s)\s{{{LONGEST_RUN + 1},}}|(?<!\S)\S{{{LONGEST_RUN + 1},}}")
-"""Looked for at the beginning of runs only, or the time would grow with the square of their length."""
+"""Runs longer than LONGEST_RUN. Matched at their start only, or the time would grow with the square of their length."""
 
 
 class TiktokenLibrary:
-    """Byte-pair merges by rank, and special tokens above them.
+    """Byte-pair encoding by rank, with special tokens after the base vocabulary.
 
-    Whatever is written like a special token is that token, as with tokenizer.json. Of two that begin alike the longer
-    one is found (the package's own choice is not fixed).
+    Text that spells a special token becomes that token, as with tokenizer.json. Of two that start at the same place the
+    longer one is taken (the package's own choice is unspecified).
     """
 
     file_name = FILE_NAME
@@ -131,7 +131,7 @@ def _check_ranks(ranks: dict[bytes, int]) -> None:
 
 
 def _special_tokens(base: int, config: dict[str, Any]) -> dict[int, AddedText]:
-    """Ids from `base` on: as added_tokens_decoder names them, the rest of the reserved ones by their id."""
+    """Return the special tokens, by id from `base` on: named by added_tokens_decoder, or else by their id."""
     named = added_tokens(config)
     always = set(named_tokens(config))
     below = sorted(i for i in named if i < base)
@@ -152,7 +152,7 @@ def _special_tokens(base: int, config: dict[str, Any]) -> dict[int, AddedText]:
 
 
 def _short_runs(text: str) -> Iterator[str]:
-    """Cut runs of space, and of anything else, that are longer than LONGEST_RUN."""
+    """Yield the text with runs of spaces, and of other characters, cut after LONGEST_RUN."""
     start = 0
     for match in _LONG_RUN.finditer(text):
         for cut in range(match.start() + LONGEST_RUN, match.end(), LONGEST_RUN):

@@ -1,4 +1,4 @@
-"""Text to token ids with a memory, and back, for the tokenizer that a model ships."""
+"""The tokenizer that a model ships, with a cache of tokenised text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from irminsul_backend.text.library import Library
 from irminsul_backend.text.memo import SegmentMemo
 
 MEMO_BYTES = 1 << 26
-"""Default bound of the memory of tokenised pieces: about 60 different prompts of 100k tokens."""
+"""Default size of the cache of tokenised pieces, in bytes: about 60 different prompts of 100k tokens."""
 
 
 class Encoded(NamedTuple):
@@ -24,38 +24,38 @@ class Encoded(NamedTuple):
     ids: NDArray[np.int32]
     """int32 [n]."""
     edges: NDArray[np.int32]
-    """int32 [k], ascending offsets in `ids` where an added (template) token stands."""
+    """int32 [k], ascending offsets in `ids` of added (template) tokens that are not only space."""
 
 
 class Tokenizer:
     """A model's tokenizer that does not tokenise the same piece of text twice.
 
-    A text is split where added tokens stand (that is what the library does first, too), and each piece between two of
-    them is looked up by content. The ids are always those of the library for the whole text; a tokenizer whose pieces
-    would depend on their surroundings is not split.
+    A text is split at added tokens (as the library itself does first), and each piece between two of them is looked up
+    in the cache. The ids are always those of the library for the whole text; where they would depend on what surrounds
+    a piece, texts are not split.
 
-    Added tokens are recognised wherever they stand, so a user who writes one into a message gets that token: the
-    template's text is tokenised as a whole, as published servers do it. A gateway that must prevent this has to
-    refuse such text before it comes here.
+    Added tokens are recognised anywhere in a text, so a user who writes one into a message gets that token: the
+    rendered prompt is tokenised as a whole, as published servers do it. A gateway that must prevent this has to refuse
+    such text before it arrives here.
     """
 
     def __init__(
         self, library: Library, config: dict[str, Any], end_ids: Iterable[int] = (), memo_bytes: int = MEMO_BYTES
     ) -> None:
-        """`config` is the object of tokenizer_config.json, `end_ids` what other files give as the turn's end."""
+        """config: the object of tokenizer_config.json. end_ids: end-of-turn ids that other files give."""
         self._library = library
         self._memo = SegmentMemo(memo_bytes)
         self.file_name = library.file_name
-        """Of the file that defines the tokenizer."""
+        """Name of the file that defines the tokenizer."""
         self.vocab_size = library.vocab_size
         """The highest id plus one."""
         self.is_byte_level = library.is_byte_level
-        """Whether a token is a string of bytes, whatever stands beside it."""
+        """Whether every token decodes to fixed bytes, whatever its neighbours are."""
         self._singles = {text: np.array([self.token_id(text)], np.int32) for text in library.splitter.tokens}
         self._is_edge = np.zeros(self.vocab_size + 1, dtype=bool)
         self._is_edge[[i for i, token in library.added.items() if token.content.strip()]] = True
         self.bos_ids = self._find_bos(config)
-        """What stands in front of a plain text that is completed; a chat template writes its own."""
+        """Ids prepended to a plain-text prompt, int32 [0 or more]; a chat template writes its own."""
         eos = self.token_id(token_text(config.get("eos_token")) or "")
         self.end_ids = tuple(sorted({*end_ids, *(() if eos is None else (eos,))}))
         """Ids after which the model ends its turn, from every file that names some."""
@@ -64,7 +64,7 @@ class Tokenizer:
     def load(cls, folder: str | Path, memo_bytes: int = MEMO_BYTES) -> Tokenizer:
         """Read tokenizer.json, or tiktoken.model where there is no such file, and the settings beside it.
 
-        Those are tokenizer_config.json, generation_config.json and config.json, each where it exists.
+        The settings are in tokenizer_config.json, generation_config.json and config.json, each where it exists.
 
         Raises:
             UnsupportedModelError: a file is missing or not understood; the message names it.
@@ -82,7 +82,7 @@ class Tokenizer:
 
         Args:
             text: no lone surrogates.
-            add_bos: put `bos_ids` in front, unless the text itself begins with them.
+            add_bos: prepend `bos_ids`, unless the text itself begins with them.
         """
         pieces = self._library.splitter.split(text)
         found: dict[str, NDArray[np.int32]] = {}
@@ -104,29 +104,29 @@ class Tokenizer:
         return Encoded(ids, self.edges(ids))
 
     def edges(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Offsets where an added token stands that is not only space. int32 [n] -> int32 [k]."""
+        """Return the offsets of added tokens that are not only space. int32 [n] -> int32 [k]."""
         return np.flatnonzero(self._is_edge.take(ids, mode="clip")).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
-        """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
+        """Decode `ids`; special tokens are skipped, bytes that are not UTF-8 become U+FFFD."""
         return self._library.decode([int(i) for i in ids])
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written `text`, or None."""
+        """Return the id of the token written as `text`, or None."""
         return self._library.token_id(text)
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that is written `text`, or None; such a token never shows in decoded text."""
+        """Return the id of the special token written as `text`, or None; decoded text never contains such a token."""
         token = self.token_id(text)
         added = None if token is None else self._library.added.get(token)
         return token if added is not None and added.special else None
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to the output; only for `is_byte_level` tokenizers. Special ones add none."""
+        """Return the bytes of a token, none for special tokens; only for `is_byte_level` tokenizers."""
         return self._library.token_bytes(token)
 
     def _find_bos(self, config: dict[str, Any]) -> NDArray[np.int32]:
-        """tokenizer_config's add_bos_token decides; without it, the library's own rule."""
+        """Return the BOS ids, by add_bos_token of tokenizer_config.json or else by the library's own rule."""
         wanted = config.get("add_bos_token")
         if wanted is None:
             return np.array(self._library.bos_ids, np.int32)

@@ -1,4 +1,4 @@
-"""tokenizer.json through the `tokenizers` package."""
+"""The library for tokenizer.json, on the `tokenizers` package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE_NAME = "tokenizer.json"
 
 
 class TokenizersLibrary:
-    """A tokenizer.json, with the added tokens that tokenizer_config.json names beyond it."""
+    """The tokenizer of a tokenizer.json, plus the added tokens that only tokenizer_config.json names."""
 
     file_name = FILE_NAME
 
@@ -75,7 +75,7 @@ class TokenizersLibrary:
         return data
 
     def _add_missing(self, config: dict[str, Any]) -> bool:
-        """Add the tokens of tokenizer_config.json that tokenizer.json lacks or describes otherwise, as the hub does."""
+        """Add the tokens that only tokenizer_config.json has, or has differently, as the hub does; True if any."""
         known = {token.content: repr(token) for token in self._library.get_added_tokens_decoder().values()}
         listed = {i: tokenizers.AddedToken(**_flags(entry)) for i, entry in added_tokens(config).items()}
         missing = {i: token for i, token in sorted(listed.items()) if known.get(token.content) != repr(token)}
@@ -89,7 +89,7 @@ class TokenizersLibrary:
         return bool(missing)
 
     def _prefix(self) -> list[int]:
-        """What the post-processor puts in front of a text."""
+        """Return the ids that the post-processor prepends to a text."""
         alone = self._library.encode("a", add_special_tokens=False).ids
         whole = self._library.encode("a", add_special_tokens=True).ids
         starts = [i for i in range(len(whole)) if whole[i : i + len(alone)] == alone]
@@ -101,7 +101,7 @@ def _flags(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level tokenizers write bytes: printable Latin-1 as itself, the rest from U+0100 on, in order."""
+    """Return the byte of each character of byte-level tokenizers: printable Latin-1, then the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -111,6 +111,6 @@ _BYTES = _byte_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """A token's bytes; one that is not written in the byte alphabet (an added token) is its own UTF-8."""
+    """Return a token's bytes; a token that is not in the byte alphabet (an added one) is its own UTF-8."""
     values = [_BYTES.get(char) for char in token]
     return token.encode() if None in values else bytes(v for v in values if v is not None)

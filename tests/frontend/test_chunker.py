@@ -93,8 +93,16 @@ class TestPrompt:
 
     def test_without_a_salt_a_session_may_be_alone(self, folder: Path) -> None:
         preparer = PromptPreparer(ServerConfig(model=str(folder), require_cache_salt=True))
-        got = preparer.prepare({"text_input": b"x"}, 'a"]', start=True, end=True)
-        assert got.request.namespace == json.dumps(["session", 'a"]'])
+
+        def namespace(session: int | str | None, start: bool, end: bool = False) -> str:
+            return preparer.prepare({"text_input": b"x"}, session, start, end).request.namespace
+
+        first = namespace('a"]', start=True)
+        assert namespace('a"]', start=False, end=True) == first
+        others = [namespace('a"]', start=True), namespace(77, start=True), namespace("77", start=True)]
+        others += [namespace(None, start=False), namespace(None, start=False)]
+        assert len({first, *others}) == 6
+        assert all(json.loads(other)[0] == "session" for other in others)
         assert one_shot(preparer, text_input=b"x", cache_salt=b"s").request.namespace == '["salt", "s"]'
 
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -113,7 +121,7 @@ class TestPrompt:
 class TestRequest:
     def test_defaults(self, preparer: PromptPreparer) -> None:
         request = one_shot(preparer, text_input=b"hi").request
-        assert request.session_id == "one"
+        assert request.session_id == '"one"'
         assert (request.reuse, request.stream, request.echo) == ("content", False, "")
         assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.seed) == (128, 0.0, None)
         assert list(request.end_ids) == list(preparer.tokenizer.end_ids)
@@ -213,18 +221,20 @@ BAD = [
     ),
     ({"text_input": b"x", "max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
     ({"text_input": b"x", "max_tokens": -5}, "max_tokens is -5; it must be at least 1"),
-    ({"text_input": b"x", "temperature": -0.5}, "temperature is -0.5; it must be a finite number"),
-    ({"text_input": b"x", "temperature": float("nan")}, "temperature is nan; it must be a finite number"),
-    ({"text_input": b"x", "temperature": float("inf")}, "temperature is inf; it must be a finite number"),
+    ({"text_input": b"x", "temperature": -0.5}, "temperature is -0.5; it must be between 0 and 100"),
+    ({"text_input": b"x", "temperature": float("nan")}, "temperature is nan; it must be between 0 and 100"),
+    ({"text_input": b"x", "temperature": float("inf")}, "temperature is inf; it must be between 0 and 100"),
     ({"text_input": b"x", "top_k": -1}, "top_k is -1; it must be at least 0"),
     ({"text_input": b"x", "top_p": 0.0}, "top_p is 0.0; it must be over 0 and at most 1"),
     ({"text_input": b"x", "top_p": 1.5}, "top_p is 1.5; it must be over 0 and at most 1"),
     ({"text_input": b"x", "top_p": float("nan")}, "top_p is nan"),
     ({"text_input": b"x", "min_p": -0.25}, "min_p is -0.25; it must be between 0 and 1"),
-    ({"text_input": b"x", "repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be a finite number over 0"),
-    ({"text_input": b"x", "repetition_penalty": -1.0}, "repetition_penalty is -1.0"),
-    ({"text_input": b"x", "presence_penalty": float("-inf")}, "presence_penalty is -inf; it must be a finite number"),
-    ({"text_input": b"x", "frequency_penalty": float("nan")}, "frequency_penalty is nan; it must be a finite number"),
+    ({"text_input": b"x", "repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be between 0.1 and 10"),
+    ({"text_input": b"x", "repetition_penalty": 1e-38}, "repetition_penalty is 1e-38; it must be between 0.1 and 10"),
+    ({"text_input": b"x", "repetition_penalty": 1e38}, "repetition_penalty is 1e+38"),
+    ({"text_input": b"x", "presence_penalty": float("-inf")}, "presence_penalty is -inf; it must be between -2 and 2"),
+    ({"text_input": b"x", "presence_penalty": 3e38}, "presence_penalty is 3e+38"),
+    ({"text_input": b"x", "frequency_penalty": -3e38}, "frequency_penalty is -3e+38; it must be between -2 and 2"),
     ({"text_input": b"x", "seed": -1}, "seed is -1; it must be between 0 and 18446744073709551615"),
     ({"text_input": b"x", "seed": 2**64}, "seed is 18446744073709551616; it must be between"),
     ({"text_input": b"x", "end_id": 8192}, "end_id is 8192; the model's ids go from 0 to 8191"),
