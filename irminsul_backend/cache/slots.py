@@ -93,7 +93,7 @@ class SlotPool(Pool):
         while left:
             runs.append(self._free.take(left))
             left -= runs[-1][1] - runs[-1][0]
-        slots = np.concatenate([NO_SLOTS, *(np.arange(start, end, dtype=np.int32) for start, end in runs)])
+        slots: np.ndarray = np.concatenate([NO_SLOTS, *(np.arange(start, end, dtype=np.int32) for start, end in runs)])
         assert not self.refs[slots].any(), "a slot that is in use was taken for a free one"
         self.refs[slots] = 1
         self.num_free -= n
