@@ -14,6 +14,7 @@ from pathlib import Path
 from irminsul_backend.errors import ServerStartError
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
+MAX_SESSION_TTL_S = 3600.0
 PREFIX = "IRMINSUL_"
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 """What a variable of a yes-or-no setting may hold, in any case."""
@@ -59,6 +60,14 @@ class ServerConfig:
     threads: int = 0
     """torch threads of the engine; 0 = one per core."""
     log_level: str = "INFO"
+    log_format: str = "text"
+    """``text`` | ``json`` (one object a line)."""
+    log_ids: str = "hashed"
+    """How request keys and session ids, which clients choose, stand in the log: ``hashed`` (short; keyed anew at each
+    start of the server, the same in all of its processes) | ``plain``."""
+    escape_special_tokens: bool = False
+    """If set, what is written like a special token is text in `text_input` too, unless the request allows it
+    (`allow_special_tokens`)."""
 
     @classmethod
     def from_env(cls, env: dict[str, str] | None = None) -> ServerConfig:

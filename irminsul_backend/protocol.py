@@ -11,8 +11,6 @@ from typing import Any, Literal
 from irminsul_backend.errors import InvalidRequestError
 from irminsul_backend.request_spec import SamplingParams
 
-MAX_SESSION_ID_BYTES = 128
-
 FinishReason = Literal["", "stop", "length", "cancelled"]
 EngineState = Literal["running", "draining", "closed", "failed"]
 EventKind = Literal["admitted", "progress", "tokens", "finished", "error"]

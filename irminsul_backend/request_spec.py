@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.errors import InvalidRequestError, shown
 
 DType = Literal["STRING", "INT32", "UINT64", "FP32", "BOOL"]
 """Triton's names without TYPE_. A STRING holds bytes, text in UTF-8."""
@@ -20,6 +20,9 @@ DType = Literal["STRING", "INT32", "UINT64", "FP32", "BOOL"]
 MAX_WORDS = 256
 """Most stop words, and most bad words, of one request: each is looked for at every token."""
 MAX_WORD_BYTES = 1024
+MAX_SALT_BYTES = 256
+MAX_KEY_BYTES = 128
+MAX_SESSION_ID_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Input:
     """Largest value allowed."""
     choices: tuple[str, ...] = ()
     """The texts allowed; empty allows any."""
+    max_bytes: int | None = None
+    """Length limit of a text in UTF-8, for names: each is kept for as long as its request or its rows."""
     note: str = ""
     """What a special value means, for error messages."""
     option: str | None = ""
@@ -58,6 +63,8 @@ class Input:
         """The range in words, as error messages and docs give it; "" where every value of the type is allowed."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
+        if self.max_bytes is not None:
+            return f"at most {self.max_bytes} bytes"
         note = f" ({self.note})" if self.note else ""
         over = "" if self.above is None else f"over {self.above}"
         if self.high is not None:
@@ -71,6 +78,13 @@ class Input:
         """Raise InvalidRequestError if a value of the right type is out of range; the message has value and limit."""
         if self.choices:
             allowed = value in self.choices
+        elif self.max_bytes is not None:
+            size = len(value.encode("utf-8", "surrogatepass"))
+            if size > self.max_bytes:
+                raise InvalidRequestError(
+                    f"{self.name} is {size} bytes long; {self.limit} are allowed; it begins with {shown(value, 32)}"
+                )
+            return
         elif self.dtype in ("STRING", "BOOL") or self.dims != 1:
             return
         else:
@@ -81,7 +95,7 @@ class Input:
                 and (self.high is None or value <= self.high)
             )
         if not allowed:
-            raise InvalidRequestError(f"{self.name} is {value!r}; it must be {self.limit}")
+            raise InvalidRequestError(f"{self.name} is {shown(value)}; it must be {self.limit}")
 
 
 def _parameter(dtype: DType, default: Any, doc: str, **more: Any) -> Any:
@@ -187,7 +201,15 @@ INPUTS: tuple[Input, ...] = (
         choices=("off", "exact", "content"),
     ),
     Input(
-        "cache_salt", "STRING", "Only requests of equal salt share cached rows; by default all without a salt share."
+        "allow_special_tokens",
+        "BOOL",
+        "What is written like a special token is one; by default in text_input, and not in messages and tools.",
+    ),
+    Input(
+        "cache_salt",
+        "STRING",
+        "Only requests of equal salt share cached rows; by default all without a salt share.",
+        max_bytes=MAX_SALT_BYTES,
     ),
     Input(
         "timeout_ms",
@@ -206,8 +228,21 @@ INPUTS: tuple[Input, ...] = (
         low=-10,
         high=10,
     ),
-    Input("cancel_key", "STRING", "Name by which the request can be stopped; by default a random one.", option=None),
-    Input("session_id", "STRING", "Session of a request that comes over HTTP.", option=None, endpoints_only=True),
+    Input(
+        "cancel_key",
+        "STRING",
+        "Name by which the request can be stopped; by default a random one.",
+        max_bytes=MAX_KEY_BYTES,
+        option=None,
+    ),
+    Input(
+        "session_id",
+        "STRING",
+        "Session of a request that comes over HTTP.",
+        max_bytes=MAX_SESSION_ID_BYTES,
+        option=None,
+        endpoints_only=True,
+    ),
     Input(
         "session_end",
         "BOOL",

@@ -54,6 +54,8 @@ class RequestOptions(TypedDict, total=False):
     """Put the prompt's text in front of the answer."""
     reuse: Reuse | None
     """Which cached rows may be used: none, those of the exact prefix, or those of any known content."""
+    allow_special_tokens: bool | None
+    """What is written like a special token is one; by default in text_input, and not in messages and tools."""
     cache_salt: str | None
     """Only requests of equal salt share cached rows; by default all without a salt share."""
     timeout_ms: int | None
@@ -94,6 +96,7 @@ TENSORS: dict[str, TensorSpec] = {
     "return_num_output_tokens": TensorSpec("BOOL"),
     "return_perf_metrics": TensorSpec("BOOL"),
     "reuse": TensorSpec("BYTES"),
+    "allow_special_tokens": TensorSpec("BOOL"),
     "cache_salt": TensorSpec("BYTES"),
     "timeout_ms": TensorSpec("INT32"),
     "priority": TensorSpec("INT32"),

@@ -58,7 +58,7 @@ def similarity(a: Sequence[Message], b: Sequence[Message]) -> float:
     if not a or not b:
         return 0.0
     known = {(m["role"], m["content"]) for m in a}
-    shared = sum((m["role"], m["content"]) in known for m in b)
+    shared: int = sum((m["role"], m["content"]) in known for m in b)
     shared += sum(
         x["role"] == y["role"] and x["content"] != y["content"] and _begin_or_end_alike(x["content"], y["content"])
         for x, y in zip(a, b, strict=False)

@@ -158,7 +158,8 @@ def _candidates(ids: np.ndarray, preset: Preset, start: int, stop: int) -> list[
     below = rolling_hash(ids[begin:stop], preset) < np.uint64(preset.threshold)
     ends = np.flatnonzero(below[start - begin :])
     ends += start + 1
-    return ends.tolist()
+    found: list[int] = ends.tolist()
+    return found
 
 
 def _walk(

@@ -1,4 +1,4 @@
-"""The `irminsul` command: serve, inspect, demo, analyze, eval, generate and replay."""
+"""The `irminsul` command: serve, inspect, demo, analyze, eval, top, generate and replay."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from irminsul_traffic.traces import TraceError
 from irminsul_backend import __version__
 from irminsul_backend.commands import analyze as analysis_command
 from irminsul_backend.commands import eval as evaluation_command
+from irminsul_backend.commands import top as top_command
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import IrminsulError
 
@@ -38,6 +39,8 @@ SETTINGS = {
     "max_text_bytes": ("N", "largest prompt text, in bytes (default: {default})"),
     "stream_interval_ms": ("MS", "least time between two responses of a stream; 0 = none (default: {default})"),
     "session_ttl_s": ("SECONDS", "time after which an idle session is forgotten (default: {default})"),
+    "log_format": ("FORM", "lines of the log: text or json (default: {default})"),
+    "log_ids": ("HOW", "request keys and session ids in the log: hashed or plain (default: {default})"),
     "threads": ("N", "CPU threads of the engine; 0 = one per core (default: {default})"),
 }
 """Settings that are flags of `serve`, with metavar and help. Each is also the environment variable IRMINSUL_<NAME>."""
@@ -69,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     evaluation_command.add_arguments(
         subparsers.add_parser("eval", help="what reuse does to answers, and rotation to a row's precision")
     )
+    top_command.add_arguments(
+        subparsers.add_parser("top", help="watch a running server", description="What a running server does.")
+    )
     add_generate(subparsers)
     add_replay(subparsers)
     args = parser.parse_args(argv)
@@ -94,6 +100,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="let a request without a cache_salt reuse the rows of its own session only",
     )
+    parser.add_argument(
+        "--escape-special-tokens",
+        action="store_true",
+        default=None,
+        help="read special tokens in text_input as text, as in messages, unless the request allows them",
+    )
     parser.add_argument("--host", default=LOCALHOST, help=f"address to listen on (default: {LOCALHOST})")
     for name, port in PORTS.items():
         parser.add_argument(
@@ -114,7 +126,7 @@ def serve(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, raise_interrupt)
-    names = [*SETTINGS, "require_cache_salt"]
+    names = [*SETTINGS, "require_cache_salt", "escape_special_tokens"]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     config = replace(ServerConfig.from_env(), log_level="INFO" if args.verbose else "WARNING", **given)
     ports = Ports.from_env(**PORTS)

@@ -35,7 +35,7 @@ def pinned(array: np.ndarray, device: torch.device) -> Tensor:
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
     """Copy arrays to the device as int64 tensors, in one transfer."""
     packed = pinned(np.concatenate(arrays, dtype=np.int64), device).to(device, non_blocking=True)
-    return packed.split([len(a) for a in arrays])
+    return tuple(torch.split(packed, [len(a) for a in arrays]))
 
 
 def batch_buckets(most: int) -> list[int]:

@@ -21,6 +21,7 @@ from irminsul_backend.engine.running_sequence import RunningSequence
 from irminsul_backend.engine.sampler import sample, sample_on_device
 from irminsul_backend.engine.scheduler import Scheduler
 from irminsul_backend.engine.token_budget import TokenBudget
+from irminsul_backend.logs import about
 from irminsul_backend.protocol import EngineSnapshot, EventKind, FinishReason
 
 log = logging.getLogger(__name__)
@@ -148,11 +149,18 @@ class EngineCore:
 
     def _recover(self, what: str, error: Exception) -> None:
         """End the request on whose behalf an exception was raised, or all running ones, and distrust the cache."""
-        culprit, running = self.scheduler.current, list(self.scheduler.running)
-        message = f"internal error: {self.faults.record(what, error)}"
+        culprit = self.scheduler.current
+        failed = list(self.scheduler.running) if culprit is None else [culprit]
+        message = f"internal error: {self._record(what, error, *failed)}"
         self._start_afresh()
-        for sequence in running if culprit is None else [culprit]:
+        for sequence in failed:
             self._fail(sequence, message)
+
+    def _record(self, what: str, error: Exception, *sequences: RunningSequence) -> str:
+        """Count a fault and log it with the requests that it concerns; returns its description."""
+        session_id = sequences[0].request.session_id if len(sequences) == 1 else ""
+        with about(*(s.request.key for s in sequences), session_id=session_id):
+            return self.faults.record(what, error)
 
     def _start_afresh(self) -> None:
         """Give up every cached row; running requests wait, to be computed again."""
@@ -211,7 +219,7 @@ class EngineCore:
         try:
             return batch, self.runner.forward([piece for _, piece in batch], self.cache.pool.base)
         except Exception as error:
-            description = self.faults.record("a forward pass", error)
+            description = self._record("a forward pass", error, *(sequence for sequence, _ in batch))
             if len(batch) == 1 or self.faults.fatal:
                 for sequence, _ in batch:
                     self._fail(sequence, f"forward pass failed: {description}")
@@ -222,7 +230,7 @@ class EngineCore:
                 logits = self.runner.forward([piece], self.cache.pool.base)
                 rows.append(logits.clone())
             except Exception as error:
-                self._fail(sequence, f"forward pass failed: {self.faults.record('a forward pass', error)}")
+                self._fail(sequence, f"forward pass failed: {self._record('a forward pass', error, sequence)}")
             else:
                 computed.append((sequence, piece))
         return computed, torch.cat(rows) if rows else torch.empty(0)
@@ -275,7 +283,7 @@ class EngineCore:
         try:
             tokens, scores = sample(logits, [s.sampler for s in ready], any(s.request.return_log_probs for s in ready))
         except Exception as error:
-            description = self.faults.record("sampling", error)
+            description = self._record("sampling", error, *ready)
             if len(ready) == 1:
                 self._fail(ready[0], f"sampling failed: {description}")
                 return
@@ -311,7 +319,8 @@ class EngineCore:
                 sequence, "the model's logits are not finite (NaN or infinite); nothing was reused to blame for it"
             )
             return
-        log.error("non-finite logits after reuse: recomputing %d tokens", sequence.cached.sequence.prompt_length)
+        with about(sequence.request.key, session_id=sequence.request.session_id):
+            log.error("non-finite logits after reuse: recomputing %d tokens", sequence.cached.sequence.prompt_length)
         self._progress = True
         self._counters["distrusted"] += 1
         for donor in {s.donor for s in segments}:
@@ -328,7 +337,9 @@ class EngineCore:
             return True
         except Exception as error:
             self._counters["undeliverable"] += 1
-            self._end(sequence, "error", error=f"an event was not delivered: {self.faults.record('an event', error)}")
+            self._end(
+                sequence, "error", error=f"an event was not delivered: {self._record('an event', error, sequence)}"
+            )
             return False
 
     def _finish(self, sequence: RunningSequence, reason: FinishReason, **last: Any) -> None:
@@ -363,4 +374,5 @@ class EngineCore:
             sequence.emit(kind, **last)
         except Exception as error:
             self._counters["undeliverable"] += 1
-            self.faults.log("the last event", error)
+            with about(key):
+                self.faults.log("the last event", error)

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from irminsul_kernels.attention.decode import decode_attention, plan_splits, tuning, workspace_size
+from irminsul_kernels.attention.decode import decode_attention, tuning
+from irminsul_kernels.attention.plans import plan_splits, workspace_size
 from torch import Tensor
 
 from irminsul_backend.engine.batch import DecodeBuffer, Piece, batch_buckets, bucket_of, pinned

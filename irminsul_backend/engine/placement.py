@@ -97,7 +97,7 @@ def resolve_capacity(config: ServerConfig, model: MLAModel) -> int:
         return gpu_capacity(
             config.capacity_tokens, row_bytes, total, config.gpu_memory_fraction, total - free, workspace + GRAPH_BYTES
         )
-    available = psutil.virtual_memory().available
+    available: int = psutil.virtual_memory().available
     if config.capacity_tokens == 0:
         return max(LEAST_CAPACITY, min(available // 8 // row_bytes, MOST_CAPACITY_CPU))
     if config.capacity_tokens * row_bytes > available:

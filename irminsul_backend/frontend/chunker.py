@@ -15,7 +15,7 @@ from irminsul_backend.chunking import PRESETS, cut, fingerprint, recut
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, ServerStartError, UnsupportedModelError
 from irminsul_backend.frontend.inputs import RequestFields
-from irminsul_backend.frontend.sessions import CutPrompt, SessionTable
+from irminsul_backend.frontend.sessions import CutPrompt, SessionId, SessionTable, Turn
 from irminsul_backend.hub.config_fields import MAX_POSITIONS, FieldReader
 from irminsul_backend.hub.json_files import read_config
 from irminsul_backend.protocol import GenerationRequest
@@ -75,24 +75,25 @@ class PromptPreparer:
         self.template = ChatTemplate.load(config.model)
         self.sessions = SessionTable(config.session_ttl_s, clock)
 
-    def prepare(self, fields: dict[str, Any], session_id: str, start: bool, end: bool) -> Prepared:
+    def prepare(self, fields: dict[str, Any], session_id: SessionId | None, start: bool | None, end: bool) -> Prepared:
         """Check one request and prepare its prompt.
 
         Args:
             fields: the inputs that were sent, by name: text as bytes or str, lists of text, int, float, bool, and
                 int32 [n] for input_ids.
-            session_id: the correlation id, as text.
+            session_id: the correlation id, or None for a request without a session.
             start, end: the request's sequence flags; they take effect even if the request is refused afterwards.
+                start None: open the session if it is not open.
 
         Raises:
             SessionError: the session does not allow this request.
             InvalidRequestError: the request is wrong; the message gives the value and the limit.
         """
-        previous = self.sessions.enter(session_id, start, end)
+        turn = self.sessions.enter(session_id, start, end)
         values = RequestFields(fields)
         prompt, text = self._read_prompt(values)
-        request = self._read_request(values, session_id, len(prompt.ids), text)
-        if previous is None:
+        request = self._read_request(values, turn, len(prompt.ids), text)
+        if (previous := turn.previous) is None:
             ends = cut(prompt.ids, self._preset, prompt.edges)
         else:
             ends = recut(previous.ids, previous.ends, prompt.ids, self._preset, prompt.edges, previous.edges)
@@ -166,7 +167,7 @@ class PromptPreparer:
         return Encoded(ids, self._structure(ids))
 
     def _read_request(
-        self, values: RequestFields, session_id: str, prompt_tokens: int, text: str | None
+        self, values: RequestFields, turn: Turn, prompt_tokens: int, text: str | None
     ) -> GenerationRequest:
         salt = values.get("cache_salt")
         if salt == "":
@@ -177,8 +178,8 @@ class PromptPreparer:
         stop_words = values.words("stop_words")
         return GenerationRequest(
             key=values.get("cancel_key") or uuid.uuid4().hex,
-            session_id=session_id,
-            namespace=self._namespace(salt, session_id),
+            session_id=turn.session_key,
+            namespace=self._namespace(salt, turn),
             reuse=values.get("reuse"),
             sampling=self._read_sampling(values, prompt_tokens),
             stream=values.get("stream"),
@@ -191,11 +192,15 @@ class PromptPreparer:
             priority=values.get("priority"),
         )
 
-    def _namespace(self, salt: str | None, session_id: str) -> str:
-        """Return the scope in which rows are shared. JSON keeps kind and name apart: no salt can name a session."""
+    def _namespace(self, salt: str | None, turn: Turn) -> str:
+        """Return the namespace in which rows are shared; as JSON, so that no salt can name a session's.
+
+        A session's own namespace ends with it: whoever opens a session of the same id next finds nothing there.
+        """
         if salt is not None:
             return json.dumps(["salt", salt])
-        return json.dumps(["session", session_id] if self._config.require_cache_salt else ["shared"])
+        private = ["session", turn.session_key, turn.opening]
+        return json.dumps(private if self._config.require_cache_salt else ["shared"])
 
     def _read_sampling(self, values: RequestFields, prompt_tokens: int) -> SamplingParams:
         room = self.max_positions - prompt_tokens

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.errors import InvalidRequestError, shown
 from irminsul_backend.request_spec import BY_NAME, INPUTS, MAX_WORD_BYTES, MAX_WORDS
 
 KNOWN = {spec.name: spec for spec in INPUTS if not spec.endpoints_only}
@@ -21,7 +21,7 @@ class RequestFields:
     def __init__(self, values: dict[str, Any]) -> None:
         unknown = sorted(values.keys() - KNOWN.keys())
         if unknown:
-            raise InvalidRequestError(f"unknown input {unknown[0]!r}; known are {', '.join(sorted(KNOWN))}")
+            raise InvalidRequestError(f"unknown input {shown(unknown[0])}; known are {', '.join(sorted(KNOWN))}")
         self._values = values
 
     def __contains__(self, name: str) -> bool:
@@ -67,19 +67,19 @@ class RequestFields:
 
 def _read_integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidRequestError(f"{name} is {value!r}; it must be a whole number")
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be a whole number")
     return int(value)
 
 
 def _read_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise InvalidRequestError(f"{name} is {value!r}; it must be a number")
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be a number")
     return float(value)
 
 
 def _read_flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise InvalidRequestError(f"{name} is {value!r}; it must be true or false")
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be true or false")
     return bool(value)
 
 

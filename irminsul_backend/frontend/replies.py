@@ -22,7 +22,8 @@ ASK_EVERY_SECONDS = 0.05
 class Detokenizer(Protocol):
     """The part of `irminsul_backend.text.IncrementalDetokenizer` that is used here."""
 
-    stopped: bool
+    @property
+    def stopped(self) -> bool: ...
 
     def push(self, ids: Any) -> str: ...
 

@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from irminsul_backend.text.stop_words import StopWordMatcher
 from irminsul_backend.text.tokenizer import Tokenizer
 
 
@@ -19,42 +20,20 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, stop_words: Iterable[str] = ()) -> None:
         self._decoder = _decoder_for(tokenizer)
-        self._stop_words = [word for word in stop_words if word]
-        self._held = ""
-        """Decoded text that is not returned yet: its longest suffix that is a prefix of a stop word."""
-        self.stopped = False
+        self._matcher = StopWordMatcher(stop_words)
+
+    @property
+    def stopped(self) -> bool:
         """Whether a stop word was met; all later pushes return nothing."""
+        return self._matcher.stopped
 
     def push(self, ids: Sequence[int]) -> str:
         """Decode the next ids; returns the text that can no longer change."""
-        return self._release("".join([self._decoder.step(int(token)) for token in ids]))
+        return self._matcher.push("".join([self._decoder.step(int(token)) for token in ids]))
 
     def finish(self) -> str:
         """Return the text held back, with incomplete characters as U+FFFD. Nothing may be pushed afterwards."""
-        text = self._release(self._decoder.finish()) + self._held
-        self._held = ""
-        return text
-
-    def _release(self, new: str) -> str:
-        if self.stopped:
-            return ""
-        text = self._held + new
-        found = [(at + len(word), at) for word in self._stop_words if (at := text.find(word)) >= 0]
-        if found:
-            # Take the stop word that is complete first; of two that end together, the longer.
-            self._held, self.stopped = "", True
-            return text[: min(found)[1]]
-        keep = max((_overlap(text, word) for word in self._stop_words), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-
-def _overlap(text: str, word: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `word`."""
-    for length in range(min(len(word) - 1, len(text)), 0, -1):
-        if text.endswith(word[:length]):
-            return length
-    return 0
+        return self._matcher.push(self._decoder.finish()) + self._matcher.finish()
 
 
 _MAX_PENDING = 16

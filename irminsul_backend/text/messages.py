@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.errors import InvalidRequestError, shown
 
 
 def parse_messages(text: str) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def _content(where: str, message: dict[str, Any], optional: bool) -> str | None:
         )
     for index, part in enumerate(content):
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            kind = f"of type {part.get('type')!r}" if isinstance(part, dict) else _kind(part)
+            kind = f"of type {shown(part.get('type'))}" if isinstance(part, dict) else _kind(part)
             raise InvalidRequestError(
                 f'{where}["content"][{index}] is {kind}; it must be {{"type": "text", "text": "..."}}, '
                 "the model reads text only"

@@ -1,4 +1,9 @@
-"""The configurations of the Triton models, made from the tensors at the border. `make generate` writes them."""
+"""The configurations of the Triton models, made from the tensors at the border. `make generate` writes them.
+
+None has `sequence_batching`: a request carries its correlation id and flags without it, and the batcher would let
+every new sequence wait, with neither limit nor message, once as many are open as it has slots. `frontend.sessions`
+keeps the rules of sessions instead.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +19,26 @@ from irminsul_backend.triton_io.tensors import (
     TensorSpec,
 )
 
-MAX_SESSION_TTL_S = 3600.0
-"""Triton forgets an idle sequence after this long, so no session may be kept for longer."""
-MAX_SEQUENCES = 16384
-
 _DECOUPLED = "model_transaction_policy { decoupled: true }\n"
 _ONE_INSTANCE = "instance_group [ { kind: KIND_CPU, count: 1 } ]\n"
-_SEQUENCES = f"""sequence_batching {{
-  oldest {{ max_candidate_sequences: {MAX_SEQUENCES} }}
-  max_sequence_idle_microseconds: {MAX_SESSION_TTL_S * 1e6:.0f}
-}}
-"""
 _ENGINE_OUTPUT = {"output_ids": "engine_output_ids", "output_log_probs": "engine_output_log_probs", "event": "event"}
 """Names inside the ensemble; without the prefix they would be the ensemble's own outputs."""
 
 
 def model_configs() -> dict[str, str]:
     """The text of each model's config.pbtxt, by the model's name."""
-    endpoint_inputs = (*REQUEST_INPUTS, *SESSION_INPUTS)
+    with_session = (*REQUEST_INPUTS, *SESSION_INPUTS)
     return {
-        "irminsul": _config("irminsul", REQUEST_INPUTS, RESPONSE_OUTPUTS, scheduling=_ensemble()),
-        "irminsul_chunker": _config("irminsul_chunker", REQUEST_INPUTS, PLAN_TENSORS, scheduling=_SEQUENCES),
+        "irminsul": _config("irminsul", REQUEST_INPUTS, RESPONSE_OUTPUTS, scheduling=_ensemble(REQUEST_INPUTS)),
+        "irminsul_chunker": _config("irminsul_chunker", with_session, PLAN_TENSORS, decoupled=True),
         "irminsul_engine": _config("irminsul_engine", (*PLAN_TENSORS, CONTROL_INPUT), EVENT_TENSORS, decoupled=True),
         "irminsul_detokenizer": _config(
             "irminsul_detokenizer", EVENT_TENSORS, RESPONSE_OUTPUTS, decoupled=True, optional=False
         ),
-        "irminsul_generate": _config("irminsul_generate", endpoint_inputs, RESPONSE_OUTPUTS, decoupled=True),
-        "irminsul_unary": _config("irminsul_unary", endpoint_inputs, RESPONSE_OUTPUTS),
+        "irminsul_generate": _config(
+            "irminsul_generate", with_session, RESPONSE_OUTPUTS, scheduling=_ensemble(with_session)
+        ),
+        "irminsul_unary": _config("irminsul_unary", with_session, RESPONSE_OUTPUTS),
     }
 
 
@@ -73,10 +71,10 @@ def _tensors(kind: str, specs: Iterable[TensorSpec], suffix: str) -> str:
     return f"{kind} [\n" + ",\n".join(lines) + "\n]\n"
 
 
-def _ensemble() -> str:
+def _ensemble(inputs: Sequence[TensorSpec]) -> str:
     plan = {spec.name: spec.name for spec in PLAN_TENSORS}
     steps = (
-        _step("irminsul_chunker", {spec.name: spec.name for spec in REQUEST_INPUTS}, plan),
+        _step("irminsul_chunker", {spec.name: spec.name for spec in inputs}, plan),
         _step("irminsul_engine", plan, _ENGINE_OUTPUT),
         _step("irminsul_detokenizer", _ENGINE_OUTPUT, {spec.name: spec.name for spec in RESPONSE_OUTPUTS}),
     )

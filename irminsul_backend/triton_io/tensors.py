@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from irminsul_backend.errors import InvalidRequestError
 from irminsul_backend.request_spec import INPUTS
@@ -65,7 +66,7 @@ RESPONSE_OUTPUTS = (
 """Outputs of `irminsul`, `irminsul_generate` and `irminsul_unary`."""
 
 
-def to_array(spec: TensorSpec, value: Any) -> np.ndarray:
+def to_array(spec: TensorSpec, value: Any) -> npt.NDArray[Any]:
     """`value` (a scalar, or a sequence where dims is -1) as [1, n] of the tensor's type; text becomes UTF-8 bytes."""
     values = [value] if spec.dims == 1 else value
     if spec.dtype == "STRING":
@@ -73,7 +74,7 @@ def to_array(spec: TensorSpec, value: Any) -> np.ndarray:
     return np.asarray(values, dtype=NUMPY[spec.dtype]).reshape(1, -1)
 
 
-def from_array(spec: TensorSpec, array: np.ndarray) -> Any:
+def from_array(spec: TensorSpec, array: npt.NDArray[Any]) -> Any:
     """The value of a [1, n] tensor: a scalar where dims is 1, else an array [n]; for STRING bytes, or a list of bytes.
 
     Raises InvalidRequestError on a batch.
@@ -85,7 +86,7 @@ def from_array(spec: TensorSpec, array: np.ndarray) -> Any:
     return values[0].item() if spec.dims == 1 else values
 
 
-def check_shape(name: str, array: np.ndarray) -> None:
+def check_shape(name: str, array: npt.NDArray[Any]) -> None:
     """Raise InvalidRequestError unless `array` is a batch of one."""
     if array.ndim != 2 or array.shape[0] != 1:
         raise InvalidRequestError(f"{name} has shape {list(array.shape)}; send one request at a time, shape [1, n]")

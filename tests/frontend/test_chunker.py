@@ -93,8 +93,16 @@ class TestPrompt:
 
     def test_without_a_salt_a_session_may_be_alone(self, folder: Path) -> None:
         preparer = PromptPreparer(ServerConfig(model=str(folder), require_cache_salt=True))
-        got = preparer.prepare({"text_input": b"x"}, 'a"]', start=True, end=True)
-        assert got.request.namespace == json.dumps(["session", 'a"]'])
+
+        def namespace(session: int | str | None, start: bool, end: bool = False) -> str:
+            return preparer.prepare({"text_input": b"x"}, session, start, end).request.namespace
+
+        first = namespace('a"]', start=True)
+        assert namespace('a"]', start=False, end=True) == first
+        others = [namespace('a"]', start=True), namespace(77, start=True), namespace("77", start=True)]
+        others += [namespace(None, start=False), namespace(None, start=False)]
+        assert len({first, *others}) == 6
+        assert all(json.loads(other)[0] == "session" for other in others)
         assert one_shot(preparer, text_input=b"x", cache_salt=b"s").request.namespace == '["salt", "s"]'
 
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -113,7 +121,7 @@ class TestPrompt:
 class TestRequest:
     def test_defaults(self, preparer: PromptPreparer) -> None:
         request = one_shot(preparer, text_input=b"hi").request
-        assert request.session_id == "one"
+        assert request.session_id == '"one"'
         assert (request.reuse, request.stream, request.echo) == ("content", False, "")
         assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.seed) == (128, 0.0, None)
         assert list(request.end_ids) == list(preparer.tokenizer.end_ids)

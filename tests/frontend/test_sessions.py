@@ -38,11 +38,11 @@ def table(clock: Clock) -> SessionTable:
 
 class TestFlags:
     def test_start_then_turns_then_end(self, table: SessionTable) -> None:
-        assert table.enter("a", start=True, end=False) is None
+        assert table.enter("a", start=True, end=False).previous is None
         first = prompt()
         table.remember("a", first)
-        assert table.enter("a", start=False, end=False) is first
-        assert table.enter("a", start=False, end=True) is first
+        assert table.enter("a", start=False, end=False).previous is first
+        assert table.enter("a", start=False, end=True).previous is first
         assert len(table) == 0
         with pytest.raises(SessionError, match="session 'a' is unknown or expired"):
             table.enter("a", start=False, end=False)
@@ -64,7 +64,7 @@ class TestFlags:
             "session 'a' is already open (last used 12.3 s ago, idle limit 600 s); "
             "send the request without the START flag, or end the session first"
         )
-        assert table.enter("a", start=False, end=False) is not None
+        assert table.enter("a", start=False, end=False).previous is not None
 
     def test_one_shot_leaves_nothing(self, table: SessionTable) -> None:
         table.enter("a", start=True, end=True)
@@ -96,7 +96,7 @@ class TestExpiry:
         table.enter("a", start=True, end=False)
         table.remember("a", prompt())
         clock.now += 601
-        assert table.enter("a", start=True, end=False) is None
+        assert table.enter("a", start=True, end=False).previous is None
 
     def test_use_keeps_a_session(self, table: SessionTable, clock: Clock) -> None:
         table.enter("a", start=True, end=False)
@@ -105,7 +105,35 @@ class TestExpiry:
             table.enter("a", start=False, end=False)
 
 
+class TestOpenings:
+    def test_the_turns_of_a_session_share_one(self, table: SessionTable) -> None:
+        opening = table.enter("a", start=True, end=False).opening
+        assert table.enter("a", start=False, end=True).opening == opening
+
+    def test_whoever_opens_the_id_next_gets_another(self, table: SessionTable, clock: Clock) -> None:
+        openings = {table.enter("a", start=True, end=True).opening}
+        openings.add(table.enter("a", start=True, end=False).opening)
+        clock.now += 601
+        openings.add(table.enter("a", start=True, end=False).opening)
+        assert len(openings) == 3
+
+    def test_a_request_without_a_session_has_its_own(self, table: SessionTable) -> None:
+        one, other = (table.enter(None, start, end=False) for start in (False, True))
+        assert one.opening != other.opening
+        assert one.session_key != other.session_key
+        table.remember(None, prompt())
+        assert (len(table), table.prompt_bytes) == (0, 0)
+
+
 class TestIds:
+    def test_a_number_and_its_digits_are_two_sessions(self, table: SessionTable) -> None:
+        number = table.enter(77, start=True, end=False)
+        text = table.enter("77", start=True, end=False)
+        assert number.session_key != text.session_key
+        table.remember(77, prompt())
+        assert table.enter("77", start=False, end=True).previous is None
+        assert table.enter(77, start=False, end=True).previous is not None
+
     @pytest.mark.parametrize("name", ["agent-7/α", "0", "18446744073709551616", "x" * 128, "α" * 64])
     def test_allowed(self, table: SessionTable, name: str) -> None:
         table.enter(name, start=True, end=False)
@@ -132,14 +160,14 @@ class TestBounds:
             table.enter(name, start=True, end=False)
             table.remember(name, prompt())
         assert table.prompt_bytes == 3 * prompt().nbytes
-        assert table.enter("a", start=False, end=False) is None
-        assert table.enter("b", start=False, end=False) is not None
+        assert table.enter("a", start=False, end=False).previous is None
+        assert table.enter("b", start=False, end=False).previous is not None
 
     def test_a_prompt_over_the_bound_is_not_kept(self, clock: Clock) -> None:
         table = SessionTable(600.0, clock, max_prompt_bytes=100)
         table.enter("a", start=True, end=False)
         table.remember("a", prompt(1000))
-        assert table.enter("a", start=False, end=False) is None
+        assert table.enter("a", start=False, end=False).previous is None
 
     def test_the_longest_idle_session_makes_room(self, clock: Clock) -> None:
         table = SessionTable(600.0, clock, max_sessions=2)
@@ -179,7 +207,7 @@ class AgainstModel(RuleBasedStateMachine):
         self.open = {n: s for n, s in self.open.items() if self.clock.now - s[0] <= 10.0}
         allowed = start != (name in self.open)
         try:
-            got = self.table.enter(name, start, end)
+            got = self.table.enter(name, start, end).previous
             assert allowed
             assert got is (None if start else self.open[name][1])
             kept = prompt(size) if size else got

@@ -17,14 +17,13 @@ from irminsul_backend.protocol import Event, GenerationRequest, Usage
 from irminsul_backend.request_spec import SamplingParams
 from irminsul_backend.triton_io import tensors
 from irminsul_backend.triton_io.events import Outgoing, hold_back, merge, pack_event, unpack_event
-from irminsul_backend.triton_io.model_configs import MAX_SESSION_TTL_S
 from irminsul_backend.triton_io.server.launcher import find_model_repository
 from irminsul_backend.triton_io.tensors import TensorSpec, from_array, to_array
 
 REPOSITORY = find_model_repository()
 OPTIONAL_INPUTS = {
     "irminsul": tensors.REQUEST_INPUTS,
-    "irminsul_chunker": tensors.REQUEST_INPUTS,
+    "irminsul_chunker": (*tensors.REQUEST_INPUTS, *tensors.SESSION_INPUTS),
     "irminsul_engine": (*tensors.PLAN_TENSORS, tensors.CONTROL_INPUT),
     "irminsul_generate": (*tensors.REQUEST_INPUTS, *tensors.SESSION_INPUTS),
     "irminsul_unary": (*tensors.REQUEST_INPUTS, *tensors.SESSION_INPUTS),
@@ -63,15 +62,13 @@ class TestConfigurations:
     def test_the_chunker_knows_every_input(self) -> None:
         assert {spec.name for spec in tensors.REQUEST_INPUTS} == KNOWN.keys()
 
-    def test_triton_forgets_a_session_no_sooner_than_the_launcher_allows(self) -> None:
-        text = (REPOSITORY / "irminsul_chunker" / "config.pbtxt").read_text()
-        idle = re.search(r"max_sequence_idle_microseconds: (\d+)", text)
-        assert idle is not None
-        assert int(idle[1]) == MAX_SESSION_TTL_S * 1e6
+    def test_no_model_waits_for_a_slot_of_tritons_sequence_batcher(self) -> None:
+        for config in REPOSITORY.glob("*/config.pbtxt"):
+            assert "sequence_batching" not in config.read_text()
 
     def test_every_model_file_is_thin(self) -> None:
         files = list(Path(REPOSITORY).glob("*/1/model.py"))
-        assert len(files) == 5
+        assert len(files) == 4
         assert all(len(file.read_text().splitlines()) < 100 for file in files)
 
 

@@ -15,7 +15,7 @@ from irminsul_backend.triton_io.server.launcher import Server, running_server
 
 pytestmark = pytest.mark.server
 
-IDLE_LIMIT = 0.4
+IDLE_LIMIT = 1.5
 TURN = {"text_input": "one turn of an agent", "max_tokens": 2, "ignore_eos": True}
 
 
@@ -76,8 +76,19 @@ class TestIds:
         for session_id in ("x" * 129, "α" * 65):
             assert "128" in stream.ask(session=session_id, **TURN).error
 
-    def test_a_request_without_an_id_is_refused(self, stream: Any) -> None:
-        assert "correlation ID" in stream.ask(session=None, **TURN).error
+    def test_a_request_needs_no_id(self, stream: Any) -> None:
+        assert len(stream.ask(session=None, **TURN).joined("output_ids")) == 2
+
+
+class TestManySessions:
+    def test_sessions_that_nobody_ends_keep_no_request_waiting(self, stream: Any) -> None:
+        """16,500 of them; a refused START opens its session, too, and costs the least."""
+        for begin in range(1, 16_501, 500):
+            ids = [stream.send(session=n, start=True, end=False, input_ids=[]) for n in range(begin, begin + 500)]
+            assert all("empty" in error for error in stream.refusals(ids))
+        for session in ("new", 2**40, None):
+            assert not stream.ask(session=session, start=True, end=False, **TURN).error
+        assert not stream.ask(session=1, start=False, end=False, **TURN).error
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +113,17 @@ class TestStrictServer:
         assert not stream.ask(session=session, start=True, end=True, **TURN).error
 
     def test_the_engine_sees_the_same_session_ids(self, strict_server: Server, connect: Any) -> None:
-        """Rows are kept by session id here, so two ids that look alike must not share any."""
+        """Rows are kept by session here: two ids that look alike share none, and none outlives its session."""
         stream = connect(strict_server)
 
-        def computed(session: int | str) -> int:
-            answer = stream.ask(session=session, start=True, end=True, text_input="word " * 200, max_tokens=1)
+        def computed(session: int | str, start: bool = False, end: bool = False) -> int:
+            answer = stream.ask(session=session, start=start, end=end, text_input="word " * 200, max_tokens=1)
             return int(json.loads(answer.responses[-1]["usage"])["computed_tokens"])
 
-        alike = ["agent-7/α", "agent-7/β", "x" * 127, "x" * 128, "18446744073709551616", 2**63 - 1, "00", 7]
-        first = [computed(session) for session in alike]
-        again = [computed(session) for session in alike]
-        assert len(set(first)) == 1
-        assert all(count < first[0] for count in again)
+        alike = [("agent-7/α", "agent-7/β"), ("x" * 127, "x" * 128), (2**63 - 1, str(2**63 - 1)), (77, "77")]
+        for pair in alike:
+            first = [computed(session, start=True) for session in pair]
+            again = [computed(session, end=True) for session in pair]
+            after = [computed(session, start=True, end=True) for session in pair]
+            assert again == [1, 1]
+            assert first == after == [first[0]] * 2 != again

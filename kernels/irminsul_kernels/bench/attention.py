@@ -13,11 +13,11 @@ import triton
 from torch import Tensor
 
 from irminsul_kernels.attention.decode import aot_configs as decode_configs
-from irminsul_kernels.attention.decode import decode_attention, plan_splits, tuning, workspace_size
+from irminsul_kernels.attention.decode import decode_attention, tuning
 from irminsul_kernels.attention.expanded import expanded, expanded_reference
 from irminsul_kernels.attention.extend import aot_configs as extend_configs
 from irminsul_kernels.attention.extend import extend, extend_reference
-from irminsul_kernels.attention.plans import chunk_keys, plan_expanded, plan_extend
+from irminsul_kernels.attention.plans import chunk_keys, plan_expanded, plan_extend, plan_splits, workspace_size
 from irminsul_kernels.bench import scenes
 from irminsul_kernels.bench.peers import ADAPTERS
 from irminsul_kernels.bench.report import Bar, Check, Report, Row

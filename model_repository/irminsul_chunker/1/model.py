@@ -11,8 +11,8 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self.model = build.make_chunker()
 
-    def execute(self, requests: list[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
-        return self.model.execute(requests)
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
+        self.model.execute(requests)
 
     def finalize(self) -> None:
         self.model.finalize()
