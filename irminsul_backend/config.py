@@ -39,7 +39,15 @@ class ServerConfig:
     max_batch_tokens: int = 1024
     """Most tokens (prefill and decode together) in one forward pass."""
     max_running: int = 64
-    """Most requests that are being prefilled or decoded at once; more wait in order of arrival."""
+    """Most requests that are being prefilled or decoded at once; more wait their turn."""
+    max_waiting: int = 4096
+    """Most requests that wait for their turn; the server refuses further ones until some have begun."""
+    max_waiting_per_namespace: int = 2048
+    """Most of them in one namespace (the requests of one ``cache_salt``, or those without any), so that one tenant
+    cannot fill the queue."""
+    step_target_ms: float = 0.0
+    """While answers are being written, prompts are computed in slices so small that a step takes about this long: the
+    longest time between two tokens of a stream. 0 = 50 ms on a GPU, 250 ms on the CPU."""
     max_text_bytes: int = 4 * 1024 * 1024
     """Largest prompt text, in bytes of UTF-8."""
     stream_interval_ms: float = 30.0
@@ -52,6 +60,11 @@ class ServerConfig:
     threads: int = 0
     """torch threads of the engine; 0 = one per core."""
     log_level: str = "INFO"
+    log_format: str = "text"
+    """``text`` | ``json`` (one object a line)."""
+    log_ids: str = "hashed"
+    """How request keys and session ids, which clients choose, stand in the log: ``hashed`` (short; keyed anew at each
+    start of the server, the same in all of its processes) | ``plain``."""
     escape_special_tokens: bool = False
     """If set, what is written like a special token is text in `text_input` too, unless the request allows it
     (`allow_special_tokens`)."""

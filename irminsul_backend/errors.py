@@ -27,13 +27,21 @@ class UnsupportedModelError(IrminsulError):
     """A model folder lacks a file or names something not understood; raised at start-up with field and value."""
 
 
-class OverloadedError(IrminsulError):
-    """A queue is full; the message gives its length, its limit and when to send the request again."""
-
-
 class CapacityError(IrminsulError):
     """The cache cannot hold what the request needs, even when everything that nobody holds is evicted."""
 
 
 class ServerStartError(IrminsulError):
     """The server cannot start here; the message names what is missing and the remedy."""
+
+
+class UnavailableError(IrminsulError):
+    """The server takes no requests now: it is shutting down, or its engine has failed."""
+
+
+class OverloadedError(UnavailableError):
+    """As many requests wait as the settings allow; the message says how many, and when to try again."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

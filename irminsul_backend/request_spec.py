@@ -105,12 +105,21 @@ def _parameter(dtype: DType, default: Any, doc: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. Names and meanings follow TRT-LLM's tensors; the defaults are greedy."""
+    """How the next token is chosen. Names and meanings follow TRT-LLM's tensors; the defaults are greedy.
+
+    The ranges end where no use is known and numbers would leave float32. Presence and frequency penalty have OpenAI's,
+    which vLLM and SGLang refuse to exceed as well. A temperature over 2 is of little use, but TRT-LLM's clients may
+    send it; at 100 the logits of real models are as good as equal. Low temperatures are sampled as they are, not raised
+    to 0.01 (vLLM) or taken for 0 (SGLang). Repetition penalties lie between 1 and 2 in practice and SGLang allows no
+    others; below 1 they reward.
+    """
 
     max_tokens: int = _parameter(
         "INT32", 128, "Most tokens to generate; the default shrinks to what the model's context has room for.", low=1
     )
-    temperature: float = _parameter("FP32", 0.0, "Divides the logits; 0 is greedy.", low=0, note="0 is greedy")
+    temperature: float = _parameter(
+        "FP32", 0.0, "Divides the logits; 0 is greedy.", low=0, high=100, note="0 is greedy"
+    )
     top_k: int = _parameter(
         "INT32", 0, "Sample among the k most likely tokens; 0 sets no limit.", low=0, note="0 = no limit"
     )
@@ -124,12 +133,15 @@ class SamplingParams:
         "FP32",
         1.0,
         "Divides the positive logits of tokens in prompt and answer, multiplies the negative ones.",
-        above=0,
+        low=0.1,
+        high=10,
         note="1 = none",
     )
-    presence_penalty: float = _parameter("FP32", 0.0, "Subtracted once from the logits of tokens in the answer.")
+    presence_penalty: float = _parameter(
+        "FP32", 0.0, "Subtracted once from the logits of tokens in the answer.", low=-2, high=2
+    )
     frequency_penalty: float = _parameter(
-        "FP32", 0.0, "Subtracted from the logits of tokens in the answer, once per occurrence."
+        "FP32", 0.0, "Subtracted from the logits of tokens in the answer, once per occurrence.", low=-2, high=2
     )
     seed: int | None = _parameter(
         "UINT64",
@@ -198,6 +210,23 @@ INPUTS: tuple[Input, ...] = (
         "STRING",
         "Only requests of equal salt share cached rows; by default all without a salt share.",
         max_bytes=MAX_SALT_BYTES,
+    ),
+    Input(
+        "timeout_ms",
+        "INT32",
+        "Time in milliseconds, waiting included, after which a request that has not finished fails.",
+        default=0,
+        low=0,
+        high=(1 << 31) - 1,
+        note="0 = none",
+    ),
+    Input(
+        "priority",
+        "INT32",
+        "Requests of higher priority are computed first, and may displace those of lower priority.",
+        default=0,
+        low=-10,
+        high=10,
     ),
     Input(
         "cancel_key",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
 import queue
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,13 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tritonclient.grpc import InferenceServerClient, InferInput
 
 from irminsul_backend.config import ServerConfig
+from irminsul_backend.triton_io.sealing import SECRET_VARIABLE, new_secret, seal
 from irminsul_backend.triton_io.server.launcher import Server, running_server
 from irminsul_backend.triton_io.tensors import CONTROL_INPUT, REQUEST_INPUTS, SESSION_INPUTS, to_array
 
+settings.register_profile("irminsul", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("irminsul")  # a busy machine is no failure
+
 pytest_plugins = ["fake_ensemble", "interpreter_process", "one_layer_model"]
+
+os.environ.setdefault(SECRET_VARIABLE, new_secret())
+"""The servers that tests start take it too, so that tests can ask the engine as the server's own models do."""
 
 SPECS = {spec.name: spec for spec in (*REQUEST_INPUTS, *SESSION_INPUTS, CONTROL_INPUT)}
 
@@ -125,6 +135,12 @@ class Stream:
     def ask(self, timeout: float = 60, **request: Any) -> Answer:
         """Send one request and wait for all of its responses."""
         return self.answers([self.send(**request)], timeout)[0]
+
+    def status(self) -> dict[str, Any]:
+        """The engine's status."""
+        packet = seal((CONTROL_INPUT,), {CONTROL_INPUT.name: '{"status": true}'})
+        (response,) = self.ask(model="irminsul_engine", session=None, **packet).responses
+        return dict(json.loads(response["event"]))
 
     def close(self, cancel: bool = False) -> None:
         self._client.stop_stream(cancel_requests=cancel)

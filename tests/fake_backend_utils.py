@@ -1,13 +1,15 @@
 """A stand-in for Triton's `triton_python_backend_utils`, which exists only inside the server's stub processes.
 
-It keeps the rules of the real module that a model can break: nothing may be sent after FINAL, and a sender may not be
-asked about its client after FINAL (that ends the real server). What the real module would hand to the server is
-recorded. The `backend_utils` fixture installs it.
+It keeps the rules of the real module that a model can break: nothing may be sent after FINAL, a sender may not be asked
+about its client after FINAL (that ends the real server), and an output that the client did not ask for must outlive the
+send that drops it (the real module frees it without the interpreter lock). What the real module would hand to the
+server is recorded. The `backend_utils` fixture installs it.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +54,12 @@ class InferenceResponse:
     def output_tensors(self) -> list[Tensor]:
         return self._outputs
 
+    def prune(self, names: set[str]) -> list[weakref.ref[Tensor]]:
+        """Drop all outputs but these; returns what was dropped, as far as somebody still holds it."""
+        dropped = [weakref.ref(tensor) for tensor in self._outputs if tensor.name() not in names]
+        self._outputs = [tensor for tensor in self._outputs if tensor.name() in names]
+        return dropped
+
     def has_error(self) -> bool:
         return self._error is not None
 
@@ -62,12 +70,15 @@ class InferenceResponse:
 class InferenceResponseSender:
     """Records what a client receives."""
 
-    def __init__(self) -> None:
+    def __init__(self, requested_output_names: Sequence[str] = ()) -> None:
+        self._requested = set(requested_output_names)
         self.responses: list[InferenceResponse] = []
         self.ended = threading.Event()
         """Set by FINAL."""
         self.misuse: list[str] = []
         """What the real server would not have survived, or would have refused."""
+        self.lost = False
+        """Whether a send with FINAL has failed: it counts as sent, and the client waits for ever."""
         self.cancelled = False
         self.failures: list[Exception] = []
         """Raised by the next calls of :meth:`send`, one each; nothing is sent then."""
@@ -75,6 +86,8 @@ class InferenceResponseSender:
         """The same for :meth:`is_cancelled`."""
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if self.lost:
+            raise RuntimeError("Unable to send response. Response sender has been closed.")
         if self.ended.is_set():
             self.misuse.append("sent after FINAL")
             raise RuntimeError("Unable to send response. Response sender has been closed.")
@@ -82,8 +95,12 @@ class InferenceResponseSender:
             self.misuse.append("neither a response nor FINAL")
             raise RuntimeError("there is nothing to send")
         if self.failures:
+            self.lost = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             raise self.failures.pop(0)
         if response is not None:
+            dropped = response.prune(self._requested) if self._requested else []
+            if any(tensor() is None for tensor in dropped):
+                self.misuse.append("an output was freed while it was sent")
             self.responses.append(response)
         if flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL:
             self.ended.set()
@@ -124,7 +141,7 @@ class InferenceRequest:
         flags: int = 0,
     ) -> None:
         self.model_name = model_name
-        self.sender = InferenceResponseSender()
+        self.sender = InferenceResponseSender(requested_output_names)
         self._inputs, self._correlation_id, self._flags = list(inputs), correlation_id, flags
 
     def inputs(self) -> list[Tensor]:
@@ -147,6 +164,7 @@ class InferenceRequest:
 class Metric:
     def __init__(self) -> None:
         self.value = 0.0
+        self.observations: list[float] = []
 
     def increment(self, value: float, /) -> None:
         assert value >= 0, "a counter does not go down"
@@ -155,18 +173,22 @@ class Metric:
     def set(self, value: float, /) -> None:
         self.value = value
 
+    def observe(self, value: float, /) -> None:
+        self.observations.append(value)
+
 
 metrics: dict[str, Metric] = {}
 """Every metric, by its name with labels, as in Prometheus' text format."""
 
 
 class MetricFamily:
-    COUNTER, GAUGE = "counter", "gauge"
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
     def __init__(self, *, name: str, description: str, kind: str) -> None:
-        self._name = name
+        self._name, self._kind = name, kind
 
-    def Metric(self, labels: dict[str, str] | None = None) -> Metric:
+    def Metric(self, labels: dict[str, str] | None = None, buckets: list[float] | None = None) -> Metric:
+        assert (buckets is not None) == (self._kind == self.HISTOGRAM), "a histogram has buckets, nothing else has"
         text = ",".join(f'{name}="{value}"' for name, value in (labels or {}).items())
         return metrics.setdefault(f"{self._name}{{{text}}}" if text else self._name, Metric())
 
@@ -178,4 +200,4 @@ def outputs(response: InferenceResponse) -> dict[str, Any]:
 
 
 def _plain(array: np.ndarray) -> Any:
-    return array.item().decode() if array.dtype == object else array[0].tolist()
+    return array.item().decode(errors="replace") if array.dtype == object else array[0].tolist()

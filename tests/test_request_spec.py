@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +61,12 @@ class TestTable:
         for spec in INPUTS:
             if spec.default is not None:
                 spec.check(spec.default)
+
+    def test_the_ends_of_a_range_are_allowed_as_the_float32_that_comes_over_the_wire(self) -> None:
+        for spec in SAMPLING_INPUTS:
+            if spec.dtype == "FP32":
+                for end in (spec.low, spec.high):
+                    assert end is None or accepts(spec, float(np.float32(end)))
 
     def test_the_sampling_parameters_are_the_dataclass(self) -> None:
         assert [(s.name, s.default) for s in SAMPLING_INPUTS] == [(f.name, f.default) for f in fields(SamplingParams)]

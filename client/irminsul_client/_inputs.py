@@ -58,6 +58,10 @@ class RequestOptions(TypedDict, total=False):
     """What is written like a special token is one; by default in text_input, and not in messages and tools."""
     cache_salt: str | None
     """Only requests of equal salt share cached rows; by default all without a salt share."""
+    timeout_ms: int | None
+    """Time in milliseconds, waiting included, after which a request that has not finished fails."""
+    priority: int | None
+    """Requests of higher priority are computed first, and may displace those of lower priority."""
 
 
 class TensorSpec(NamedTuple):
@@ -94,6 +98,8 @@ TENSORS: dict[str, TensorSpec] = {
     "reuse": TensorSpec("BYTES"),
     "allow_special_tokens": TensorSpec("BOOL"),
     "cache_salt": TensorSpec("BYTES"),
+    "timeout_ms": TensorSpec("INT32"),
+    "priority": TensorSpec("INT32"),
     "cancel_key": TensorSpec("BYTES"),
     "session_id": TensorSpec("BYTES"),
     "session_end": TensorSpec("BOOL"),

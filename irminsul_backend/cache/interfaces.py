@@ -104,7 +104,7 @@ class ReusePolicy(ABC):
 
 
 class Tier(ABC):
-    """Takes over the donors that are evicted from the pool. May read the donor; must not keep its slots."""
+    """Takes over the rows of donors that the pool evicts. May read the donor; must not keep its slots."""
 
     @abstractmethod
     def store(self, donor: CachedSequence) -> None:

@@ -56,51 +56,71 @@ def plan(
     """
     last = len(token_ids) - 1
     segments: list[Segment] = []
-    prefix, donor = 0, None
-    if policy.takes_prefix:  # the lookup hashes the whole prompt
+    if policy.takes_prefix:  # the lookup hashes the prompt as far as it is known
         known = registry.find_prefix(namespace, token_ids)
-        donors = [*also_try, *([known] if known else [])]
-        prefix, donor = _longest_prefix(token_ids[:last], donors, policy)
-    if donor is not None:
-        segments.append(Segment(0, prefix, donor, 0, True))
-    if not policy.takes_content:
-        return segments
-
-    places = _Places(registry, namespace, also_try)
-    cursor = max(prefix, SINK_TOKENS)
-    former = segments[-1] if segments else None
-    ends, starts, prints = chunk_ends.tolist(), chunk_starts(chunk_ends, gram).tolist(), fingerprints.tolist()
-    at = int(np.searchsorted(chunk_ends, cursor, side="right"))
-    while at < len(ends):
-        start, end = starts[at], min(ends[at], last)
-        if max(cursor, start) >= end:
-            break
-        found = None
-        if extension and former is not None:
-            # positions before this chunk were tried with the previous chunk
-            found = _resumed(token_ids, max(cursor, start), min(end + min_segment, last), former, min_segment)
-        if found is not None:
-            found = _extended(token_ids, found, cursor, last)
-        elif prints[at] in places:
-            found = _probe(places, token_ids, [(start, end, prints[at])], cursor, last, extension)
-        if found is None and registry.s1_window:
-            windows = s1_windows(token_ids, start, end, registry.s1_window, namespace)
-            probes = [(begin, begin + registry.s1_window, key) for begin, key in windows]
-            found = _probe(places, token_ids, probes, cursor, last, extension)
-        at += 1
-        if found is None:
-            continue
-        joined = former is not None and former.end == found.start and _same_line(former, found) and not former.exact
-        if found.end - found.start < min_segment and not joined:
-            continue
-        if joined:
-            segments[-1] = segments[-1]._replace(end=found.end)
-        else:
-            segments.append(found)
-        former, cursor = segments[-1], found.end
-        # with windows the rest of this chunk is still to be probed
-        at = max(at - bool(registry.s1_window), int(np.searchsorted(chunk_ends, cursor, side="right")))
+        length, donor = _longest_prefix(token_ids[:last], [*also_try, *([known] if known else [])], policy)
+        if donor is not None:
+            segments.append(Segment(0, length, donor, 0, True))
+    if policy.takes_content:
+        places = _Places(registry, namespace, also_try)
+        search = _ContentSearch(registry.s1_window, places, namespace, token_ids, last, extension, min_segment)
+        search.append_to(segments, chunk_ends, chunk_starts(chunk_ends, gram), fingerprints)
     return segments
+
+
+class _ContentSearch(NamedTuple):
+    """Finds segments after the prefix, chunk by chunk."""
+
+    s1_window: int
+    places: _Places
+    namespace: str
+    token_ids: np.ndarray
+    last: int
+    extension: bool
+    min_segment: int
+
+    def append_to(
+        self, segments: list[Segment], chunk_ends: np.ndarray, chunk_starts: np.ndarray, fingerprints: np.ndarray
+    ) -> None:
+        former = segments[-1] if segments else None
+        cursor = max(former.end if former else 0, SINK_TOKENS)
+        ends, starts, prints = chunk_ends.tolist(), chunk_starts.tolist(), fingerprints.tolist()
+        at = int(np.searchsorted(chunk_ends, cursor, side="right"))
+        while at < len(ends):
+            start, end = starts[at], min(ends[at], self.last)
+            if max(cursor, start) >= end:
+                break
+            found = self._at_chunk(start, end, prints[at], cursor, former)
+            at += 1
+            if found is None:
+                continue
+            joined = former is not None and former.end == found.start and _same_line(former, found) and not former.exact
+            if found.end - found.start < self.min_segment and not joined:
+                continue
+            if joined:
+                segments[-1] = segments[-1]._replace(end=found.end)
+            else:
+                segments.append(found)
+            former, cursor = segments[-1], found.end
+            # with windows the rest of this chunk is still to be probed
+            at = max(at - bool(self.s1_window), int(np.searchsorted(chunk_ends, cursor, side="right")))
+
+    def _at_chunk(self, start: int, end: int, fingerprint: int, cursor: int, former: Segment | None) -> Segment | None:
+        """Return what a chunk leads to: the segment before resumed, a place of the chunk, or of a window in it."""
+        ids, last, least = self.token_ids, self.last, self.min_segment
+        found = None
+        if self.extension and former is not None:
+            # positions before this chunk were tried with the previous chunk
+            found = _resumed(ids, max(cursor, start), min(end + least, last), former, least)
+        if found is not None:
+            found = _extended(ids, found, cursor, last)
+        elif fingerprint in self.places:
+            found = _probe(self.places, ids, [(start, end, fingerprint)], cursor, last, self.extension)
+        if found is None and self.s1_window:
+            windows = s1_windows(ids, start, end, self.s1_window, self.namespace)
+            probes = [(begin, begin + self.s1_window, key) for begin, key in windows]
+            found = _probe(self.places, ids, probes, cursor, last, self.extension)
+        return found
 
 
 def _longest_prefix(

@@ -1,4 +1,4 @@
-"""The `irminsul` command: serve, inspect, demo, analyze, eval, generate and replay."""
+"""The `irminsul` command: serve, inspect, demo, analyze, eval, top, generate and replay."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from irminsul_traffic.traces import TraceError
 from irminsul_backend import __version__
 from irminsul_backend.commands import analyze as analysis_command
 from irminsul_backend.commands import eval as evaluation_command
+from irminsul_backend.commands import top as top_command
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import IrminsulError
 
@@ -29,9 +30,17 @@ SETTINGS = {
     "gpu_memory_fraction": ("SHARE", "share of the GPU's memory for weights and cache (default: {default})"),
     "max_batch_tokens": ("N", "most tokens in one forward pass (default: {default})"),
     "max_running": ("N", "most requests computed at once (default: {default})"),
+    "max_waiting": ("N", "most requests that wait; more are refused (default: {default})"),
+    "max_waiting_per_namespace": ("N", "most of them in one cache namespace (default: {default})"),
+    "step_target_ms": (
+        "MS",
+        "longest time between two tokens while prompts are computed; 0 = by device (default: {default})",
+    ),
     "max_text_bytes": ("N", "largest prompt text, in bytes (default: {default})"),
     "stream_interval_ms": ("MS", "least time between two responses of a stream; 0 = none (default: {default})"),
     "session_ttl_s": ("SECONDS", "time after which an idle session is forgotten (default: {default})"),
+    "log_format": ("FORM", "lines of the log: text or json (default: {default})"),
+    "log_ids": ("HOW", "request keys and session ids in the log: hashed or plain (default: {default})"),
     "threads": ("N", "CPU threads of the engine; 0 = one per core (default: {default})"),
 }
 """Settings that are flags of `serve`, with metavar and help. Each is also the environment variable IRMINSUL_<NAME>."""
@@ -62,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     evaluation_command.add_arguments(
         subparsers.add_parser("eval", help="what reuse does to answers, and rotation to a row's precision")
+    )
+    top_command.add_arguments(
+        subparsers.add_parser("top", help="watch a running server", description="What a running server does.")
     )
     add_generate(subparsers)
     add_replay(subparsers)

@@ -83,6 +83,11 @@ class ModelRunner:
         if self.model.device.index is not None and self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
 
+    def check_device(self) -> None:
+        """Raise what CUDA reports, if it has failed: an error that sticks is reported by every later call."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
     def warm_up(self) -> None:
         """Compile the kernels and capture the graphs that decode steps need."""
         if self._decoder is not None:

@@ -78,7 +78,7 @@ class PromptPreparer:
         self.template = ChatTemplate.load(config.model)
         self.sessions = SessionTable(config.session_ttl_s, clock)
 
-    def prepare(self, fields: dict[str, Any], session_id: SessionId | None, start: bool, end: bool) -> Prepared:
+    def prepare(self, fields: dict[str, Any], session_id: SessionId | None, start: bool | None, end: bool) -> Prepared:
         """Check one request and prepare its prompt.
 
         Args:
@@ -86,6 +86,7 @@ class PromptPreparer:
                 int32 [n] for input_ids.
             session_id: the correlation id, or None for a request without a session.
             start, end: the request's sequence flags; they take effect even if the request is refused afterwards.
+                start None: open the session if it is not open.
 
         Raises:
             SessionError: the session does not allow this request.
@@ -218,6 +219,8 @@ class PromptPreparer:
             stop_words=stop_words,
             return_log_probs=values.get("return_log_probs"),
             echo=echo,
+            timeout_ms=values.get("timeout_ms"),
+            priority=values.get("priority"),
         )
 
     def _namespace(self, salt: str | None, turn: Turn) -> str:

@@ -88,10 +88,11 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def enter(self, session_id: SessionId | None, start: bool, end: bool) -> Turn:
+    def enter(self, session_id: SessionId | None, start: bool | None, end: bool) -> Turn:
         """Admit a request to its session and apply its flags, before anything else in it is checked.
 
-        START opens the session even if the request is refused later; END closes it in any case. A request without a
+        START opens the session even if the request is refused later; END closes it in any case. Without either (`start`
+        is None) the request opens the session if it is not open. A request without a
         session (None) is always admitted and leaves nothing here.
 
         Raises:
@@ -106,7 +107,7 @@ class SessionTable:
             self._expire(now)
             session = self._sessions.get(session_id)
             try:
-                if session is None and not start:
+                if session is None and start is False:
                     raise SessionError(
                         f"session {session_id!r} is unknown or expired (idle limit {self._ttl_s:g} s); "
                         "send the request again with the START flag"

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
-from irminsul_backend.errors import OverloadedError
+from irminsul_backend.errors import OverloadedError, UnavailableError
 
 LARGE_BYTES = 1 << 16
 """Items from this size on are large: only some of the threads may work on them at once."""
@@ -75,7 +75,7 @@ class WorkQueue(Generic[T]):
         """
         with self._ready:
             if self._closing:
-                raise OverloadedError("the server is shutting down; send the request to another one")
+                raise UnavailableError("the server is shutting down; send the request to another one")
             # An item that is alone always fits: how large one may be is limited elsewhere.
             if self._items >= MAX_ITEMS or (self._items and self._bytes + size > self._max_bytes):
                 raise OverloadedError(

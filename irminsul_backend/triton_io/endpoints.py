@@ -1,7 +1,9 @@
-"""The endpoints `irminsul_generate` and `irminsul_unary`, for clients that cannot name a sequence or hold a stream.
+"""The endpoint `irminsul_unary`: the ensemble for `/infer` and unary gRPC, which refuse a model that streams.
 
-HTTP's `/generate` and `/infer` carry no correlation id. The session is an input of these two models instead, and they
-call the ensemble with it by BLS. Each request has a thread; one more thread watches for clients that went away.
+It calls the ensemble by BLS as a stream of one response. Streams of more are not safe to read in this way, with any
+release of Triton so far: a thread that waits for a response holds the lock of its stream while it takes the interpreter
+lock back; if another response arrives at that moment, and a third thread begins a call, all three wait for ever.
+`irminsul_generate`, which streams, is therefore an ensemble itself.
 """
 
 from __future__ import annotations
@@ -9,44 +11,42 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from irminsul_backend.errors import InvalidRequestError
-from irminsul_backend.triton_io.steps import END, FINAL, START, Stopper, refuse
+from irminsul_backend.errors import InvalidRequestError, IrminsulError
+from irminsul_backend.logs import about
+from irminsul_backend.triton_io.steps import FINAL, Stopper, refuse
 from irminsul_backend.triton_io.tensors import (
     REQUEST_INPUTS,
     RESPONSE_OUTPUTS,
-    SESSION_INPUTS,
     TensorSpec,
     check_shape,
     read_fields,
     to_array,
 )
 
-ENSEMBLE_PREFIX = "in ensemble 'irminsul', "
+ENSEMBLE = "irminsul_generate"
+PREFIX = f"in ensemble '{ENSEMBLE}', "
 """What Triton puts in front of a step's own message."""
 WATCH_SECONDS = 0.1
 MAX_THREADS = 256
-KNOWN_SESSIONS = 16384
 CANCEL_KEY = next(spec for spec in REQUEST_INPUTS if spec.name == "cancel_key")
 STREAM = next(spec for spec in REQUEST_INPUTS if spec.name == "stream")
 
 logger = logging.getLogger(__name__)
 
 
-class Endpoint:
-    """One of the two endpoints."""
+class UnaryEndpoint:
+    """Answers each request with all that the ensemble says. Each request has a thread; one more watches the clients."""
 
-    def __init__(self, streams: bool) -> None:
-        """streams: whether a request may get more than one response."""
-        self._streams = streams
+    def __init__(self) -> None:
         self._stopper = Stopper()
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="irminsul-request")
-        self._sessions = KnownSessions()
-        self._clients: dict[str, Client] = {}
+        self._retired = RetiredResponses()
+        self._clients: set[Client] = set()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="irminsul-watcher", daemon=True)
@@ -54,160 +54,146 @@ class Endpoint:
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         for request in requests:
-            self._threads.submit(self._serve, request, Client(request.get_response_sender()))
+            client = Client(request.get_response_sender(), self._retired)
+            self._clients.add(client)
+            try:
+                self._threads.submit(self._serve, request, client)
+            except Exception as error:
+                self._end(client, refuse(error))
 
     def finalize(self) -> None:
+        """Every request that has no answer yet gets an error."""
         self._closing.set()
+        self._watcher.join(timeout=2)
         self._stopper.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for client in list(self._clients):
+            self._end(client, refuse(IrminsulError("the server is shutting down")))
 
     def _serve(self, request: pb_utils.InferenceRequest, client: Client) -> None:
-        key = uuid.uuid4().hex
         try:
-            for tensor in request.inputs()[:1]:  # Triton has seen to it that all inputs have the same batch size
-                check_shape(tensor.name(), tensor.as_numpy())
-            fields = read_fields(request, (*SESSION_INPUTS, CANCEL_KEY))
-            if fields.get("cancel_key"):
-                key = fields["cancel_key"].decode(errors="replace")
-            with self._lock:
-                # A key in use stays with the request that runs; the engine refuses this one.
-                self._clients.setdefault(key, client)
-            inputs = [t for t in request.inputs() if t.name() not in ("session_id", "session_end", "cancel_key")]
-            inputs.append(_tensor(CANCEL_KEY, key))
-            if not self._streams:
-                inputs = [t for t in inputs if t.name() != "stream"]
-                inputs.append(_tensor(STREAM, False))
-            self._relay(inputs, fields.get("session_id"), bool(fields.get("session_end")), client)
+            response = self._answer(request, client)
         except Exception as error:
-            if self._clients.get(key) is client:
-                self._stopper.stop(key)  # the ensemble may still be answering
-            client.send(refuse(error), final=True)
-        finally:
-            with self._lock:
-                if self._clients.get(key) is client:
-                    del self._clients[key]
+            if client.key:
+                self._stopper.stop(client.key)  # the ensemble may still be answering
+            with about(*([client.key] if client.key else [])):
+                response = refuse(error)
+        self._end(client, response)
 
-    def _relay(self, inputs: list[pb_utils.Tensor], session_id: bytes | None, end: bool, client: Client) -> None:
-        """Send what the ensemble answers. If the guess whether the session is open was wrong, try the other way."""
-        if session_id is None:
-            session, choices = uuid.uuid4().hex, [START | END]
-        else:
-            session, last = _checked(session_id), END if end else 0
-            first = 0 if session in self._sessions else START
-            choices = [last | first, last | (START - first)] * 2
-            self._sessions.note(session, is_open=not end)
-        for attempt, flags in enumerate(choices, start=1):
-            if not self._try(inputs, session, flags, client, last_try=attempt == len(choices)):
-                break
+    def _end(self, client: Client, response: pb_utils.InferenceResponse) -> None:
+        self._clients.discard(client)
+        try:
+            client.finish(response)
+        except Exception:
+            logger.exception("an answer was not sent")
 
-    def _try(self, inputs: list[pb_utils.Tensor], session: str, flags: int, client: Client, last_try: bool) -> bool:
-        """Make one attempt. True if it failed because of the START flag, with nothing sent."""
-        request = pb_utils.InferenceRequest(
-            model_name="irminsul",
+    def _answer(self, request: pb_utils.InferenceRequest, client: Client) -> pb_utils.InferenceResponse:
+        for tensor in request.inputs()[:1]:  # Triton has seen to it that all inputs have the same batch size
+            check_shape(tensor.name(), tensor.as_numpy())
+        key = _key(read_fields(request, (CANCEL_KEY,)).get("cancel_key"))
+        inputs = [t for t in request.inputs() if t.name() not in ("cancel_key", "stream")]
+        call = pb_utils.InferenceRequest(
+            model_name=ENSEMBLE,
             requested_output_names=[spec.name for spec in RESPONSE_OUTPUTS],
-            inputs=inputs,
-            correlation_id=session,
-            flags=flags,
+            inputs=[*inputs, _tensor(CANCEL_KEY, key), _tensor(STREAM, False)],
         )
-        held: pb_utils.InferenceResponse | None = None
-        for response in request.exec(decoupled=True):
+        with self._lock:
+            if not any(other.key == key for other in list(self._clients)):
+                client.key = key  # a key in use stays with the request that runs; the engine refuses this one
+        answer: pb_utils.InferenceResponse | None = None
+        responses = call.exec(decoupled=True)
+        kept: list[Any] = [responses]
+        for response in responses:
+            kept.append(response)
             if error := response.error():
-                message = error.message().removeprefix(ENSEMBLE_PREFIX)
-                if held is None and not last_try and is_wrong_start(message, started=bool(flags & START)):
-                    return True
-                response = pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
-            elif not response.output_tensors():
-                continue
-            else:
-                response = pb_utils.InferenceResponse(response.output_tensors())
-            if held is not None:
-                client.send(held)
-            held = response
-        if held is None:
+                answer = pb_utils.InferenceResponse(error=pb_utils.TritonError(error.message().removeprefix(PREFIX)))
+            elif tensors := response.output_tensors():
+                answer = pb_utils.InferenceResponse(tensors)
+        self._retired.keep(kept)
+        if answer is None:
             raise RuntimeError("the ensemble ended without an answer; see the server's log")
-        client.send(held, final=True)
-        return False
+        return answer
 
     def _watch(self) -> None:
+        """Tell the engine of clients that went away, again and again: what is still in the chunker is unknown to it."""
         while not self._closing.wait(WATCH_SECONDS):
-            with self._lock:
-                clients = list(self._clients.items())
-            for key, client in clients:
+            for client in list(self._clients):
                 try:
-                    if client.is_gone():
-                        self._stopper.stop(key)
+                    if client.key and client.is_gone():
+                        self._stopper.stop(client.key)
                 except Exception:
                     logger.exception("could not ask whether a client is still there")
 
 
+class RetiredResponses:
+    """Keeps what a BLS call gave until the stub's own thread has let go of it.
+
+    That thread drops the stub's reference to a stream of responses some time after the last one was read, and does not
+    hold the interpreter lock. If it were the last reference, it would free their arrays: without the lock before
+    release 24.12, which corrupts Python's memory; and since then holding a mutex for which a thread that has the lock
+    may wait. It works in the order of what it was asked; when it has answered a question put to it after the stream
+    ended, it has let go of the stream.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[Any]] = {}
+
+    def keep(self, responses: list[Any]) -> None:
+        """Keep the iterator of a stream that has ended, and all of its responses."""
+        self._kept[id(responses)] = responses
+
+    def ask(self, sender: pb_utils.InferenceResponseSender) -> bool:
+        """Whether the sender's client has gone. A "no" comes from that thread, a "yes" may only be remembered."""
+        before = list(self._kept)
+        if sender.is_cancelled():
+            return True
+        for key in before:
+            self._kept.pop(key, None)
+        return False
+
+
 class Client:
-    """The client of one request, behind its response sender.
+    """The client of one request, at the other end of its response sender.
 
     Asking whether a request is cancelled after its final response, or while that is on its way, brings the whole server
     down (seen with 2.51): the two exclude each other here.
     """
 
-    def __init__(self, sender: pb_utils.InferenceResponseSender) -> None:
+    def __init__(self, sender: pb_utils.InferenceResponseSender, retired: RetiredResponses) -> None:
+        self.key = ""
+        """By which the engine knows the request; empty as long as it does not."""
         self._sender = sender
+        self._retired = retired
         self._lock = threading.Lock()
-        self._done = False
-        self._gone = False
+        self._done = self._gone = False
 
-    def send(self, response: pb_utils.InferenceResponse, final: bool = False) -> None:
-        """Send a response. Nothing may be sent after the final one."""
+    def finish(self, response: pb_utils.InferenceResponse) -> None:
+        """Send the only response. Does nothing if one has been sent."""
         with self._lock:
-            self._done = final
-            self._sender.send(response, flags=FINAL if final else 0)
+            if self._done:
+                return
+            self._retired.ask(self._sender)
+            self._done = True
+            tensors = response.output_tensors()
+            self._sender.send(response, flags=FINAL)
+            del tensors  # as in steps.send
 
     def is_gone(self) -> bool:
-        """Whether the client has cancelled or disconnected since this was last asked; True once at most."""
+        """Whether the client has cancelled or disconnected and has no answer yet."""
         with self._lock:
-            if self._done or self._gone:
+            if self._done:
                 return False
-            self._gone = self._sender.is_cancelled()
+            self._gone = self._gone or self._retired.ask(self._sender)
             return self._gone
 
 
-class KnownSessions:
-    """Sessions that this endpoint believes open: a first guess, so that most requests need one attempt."""
-
-    def __init__(self, limit: int = KNOWN_SESSIONS) -> None:
-        self._limit = limit
-        self._ids: OrderedDict[str, None] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __contains__(self, session: str) -> bool:
-        with self._lock:
-            return session in self._ids
-
-    def note(self, session: str, is_open: bool) -> None:
-        with self._lock:
-            self._ids.pop(session, None)
-            if is_open:
-                self._ids[session] = None
-                if len(self._ids) > self._limit:
-                    self._ids.popitem(last=False)
-
-
-def is_wrong_start(message: str, started: bool) -> bool:
-    """Whether an error says that the START flag was set on an open session, or missing on one that is not open."""
-    if started:
-        return "already open" in message
-    return "unknown or expired" in message or "must specify the START flag" in message
-
-
-def _checked(session_id: bytes) -> str:
+def _key(cancel_key: bytes | None) -> str:
     try:
-        text = session_id.decode()
+        return cancel_key.decode() if cancel_key else uuid.uuid4().hex
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
-            f"session_id is not UTF-8: byte {error.start} is {session_id[error.start]:#x}"
+            f"cancel_key is not UTF-8: byte {error.start} is {error.object[error.start]:#x}"
         ) from None
-    if "\0" in text:
-        raise InvalidRequestError(f"session_id {text!r} holds a NUL character, at which Triton would cut it")
-    if not text:
-        raise InvalidRequestError("session_id is empty; leave it out for a request without a session")
-    return text
 
 
 def _tensor(spec: TensorSpec, value: str | bool) -> pb_utils.Tensor:

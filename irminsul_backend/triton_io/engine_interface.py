@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
-
-
-class CacheInterface(Protocol):
-    """The engine's KV cache, as far as the metrics look at it."""
-
-    def stats(self) -> Mapping[str, Any]:
-        """Counts by name, among them the pool's slots: `used` and `capacity`."""
+from irminsul_backend.protocol import EngineSnapshot, Event, FinishReason, GenerationRequest
 
 
 class EngineInterface(Protocol):
     """A running engine; :class:`irminsul_backend.engine.Engine` is one. Each method may be called from any thread."""
-
-    @property
-    def cache(self) -> CacheInterface: ...
 
     def submit(
         self,
@@ -47,5 +37,28 @@ class EngineInterface(Protocol):
     def status(self) -> dict[str, Any]:
         """Statistics as JSON values. Waits for the step that is running; raises TimeoutError if that takes too long."""
 
+    def snapshot(self) -> EngineSnapshot:
+        """The engine's state after its last step, as numbers that never change. Waits for nothing."""
+
     def close(self) -> None:
         """End every request with an error, and the engine."""
+
+
+class RejectionMetrics(Protocol):
+    """Where requests are counted that are refused before the engine."""
+
+    def count(self, error: Exception) -> None:
+        """Count a refused request. Returns at once."""
+
+    def close(self) -> None:
+        """Give the metrics back, before the stub ends."""
+
+
+class MetricsInterface(Protocol):
+    """Where tokens are timed and ended requests counted."""
+
+    def count(self, event: Event) -> None:
+        """Take note of an event that is about to be sent. Returns at once."""
+
+    def close(self) -> None:
+        """Give the metrics back, before the stub ends."""

@@ -27,6 +27,8 @@ class Outgoing:
     """Number of events sent."""
     due: float = 0.0
     """Seconds on the monotonic clock before which further tokens wait."""
+    ended: bool = False
+    """Whether nothing more is sent."""
 
 
 def merge(batch: Iterable[tuple[Outgoing, Event]]) -> list[tuple[Outgoing, Event]]:

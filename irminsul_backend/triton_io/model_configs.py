@@ -27,16 +27,18 @@ _ENGINE_OUTPUT = {"output_ids": "engine_output_ids", "output_log_probs": "engine
 
 def model_configs() -> dict[str, str]:
     """The text of each model's config.pbtxt, by the model's name."""
-    endpoint_inputs = (*REQUEST_INPUTS, *SESSION_INPUTS)
+    with_session = (*REQUEST_INPUTS, *SESSION_INPUTS)
     return {
-        "irminsul": _config("irminsul", REQUEST_INPUTS, RESPONSE_OUTPUTS, scheduling=_ensemble()),
-        "irminsul_chunker": _config("irminsul_chunker", REQUEST_INPUTS, PLAN_TENSORS, decoupled=True),
+        "irminsul": _config("irminsul", REQUEST_INPUTS, RESPONSE_OUTPUTS, scheduling=_ensemble(REQUEST_INPUTS)),
+        "irminsul_chunker": _config("irminsul_chunker", with_session, PLAN_TENSORS, decoupled=True),
         "irminsul_engine": _config("irminsul_engine", (*PLAN_TENSORS, CONTROL_INPUT), EVENT_TENSORS, decoupled=True),
         "irminsul_detokenizer": _config(
             "irminsul_detokenizer", EVENT_TENSORS, RESPONSE_OUTPUTS, decoupled=True, optional=False
         ),
-        "irminsul_generate": _config("irminsul_generate", endpoint_inputs, RESPONSE_OUTPUTS, decoupled=True),
-        "irminsul_unary": _config("irminsul_unary", endpoint_inputs, RESPONSE_OUTPUTS),
+        "irminsul_generate": _config(
+            "irminsul_generate", with_session, RESPONSE_OUTPUTS, scheduling=_ensemble(with_session)
+        ),
+        "irminsul_unary": _config("irminsul_unary", with_session, RESPONSE_OUTPUTS),
     }
 
 
@@ -69,10 +71,10 @@ def _tensors(kind: str, specs: Iterable[TensorSpec], suffix: str) -> str:
     return f"{kind} [\n" + ",\n".join(lines) + "\n]\n"
 
 
-def _ensemble() -> str:
+def _ensemble(inputs: Sequence[TensorSpec]) -> str:
     plan = {spec.name: spec.name for spec in PLAN_TENSORS}
     steps = (
-        _step("irminsul_chunker", {spec.name: spec.name for spec in REQUEST_INPUTS}, plan),
+        _step("irminsul_chunker", {spec.name: spec.name for spec in inputs}, plan),
         _step("irminsul_engine", plan, _ENGINE_OUTPUT),
         _step("irminsul_detokenizer", _ENGINE_OUTPUT, {spec.name: spec.name for spec in RESPONSE_OUTPUTS}),
     )

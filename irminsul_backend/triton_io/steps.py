@@ -7,28 +7,26 @@ import json
 import logging
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError, IrminsulError
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.frontend.work_queue import WorkQueue
-from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
-from irminsul_backend.triton_io.engine_interface import EngineInterface
-from irminsul_backend.triton_io.events import Outgoing, hold_back, merge, pack_event, unpack_event
+from irminsul_backend.logs import about
+from irminsul_backend.protocol import Event, FinishReason
+from irminsul_backend.triton_io.events import unpack_event
+from irminsul_backend.triton_io.sealing import seal, unseal
 from irminsul_backend.triton_io.tensors import (
     CONTROL_INPUT,
     EVENT_TENSORS,
     PLAN_TENSORS,
     REQUEST_INPUTS,
     RESPONSE_OUTPUTS,
+    SESSION_INPUTS,
     TensorSpec,
     read_fields,
     to_array,
@@ -37,17 +35,14 @@ from irminsul_backend.triton_io.tensors import (
 if TYPE_CHECKING:
     from irminsul_backend.frontend.chunker import Prepared, PromptPreparer
     from irminsul_backend.frontend.sessions import SessionId
+    from irminsul_backend.triton_io.engine_interface import RejectionMetrics
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 START = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
 END = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+LARGE_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
-
-
-def set_up_logging(config: ServerConfig) -> None:
-    """Send this process's log to stderr, which the server's log collects."""
-    logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
 
 
 def respond(specs: Iterable[TensorSpec], values: dict[str, Any]) -> pb_utils.InferenceResponse:
@@ -65,6 +60,37 @@ def refuse(error: Exception) -> pb_utils.InferenceResponse:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
 
 
+def send(
+    sender: pb_utils.InferenceResponseSender, response: pb_utils.InferenceResponse | None, final: bool = True
+) -> None:
+    """Send a response, or None to end a request without one.
+
+    The server releases the interpreter lock while it sends, and drops the outputs that its client did not ask for.
+    Releases before 24.12 then free these arrays without the lock; here they are held until all is sent.
+
+    A send with FINAL counts as the last even if it fails. What is so large that the shared memory might not take it
+    goes without FINAL, so that the request can still be ended with an error.
+    """
+    tensors = [] if response is None else response.output_tensors()
+    if final and sum(map(_size, (t.as_numpy() for t in tensors))) > LARGE_BYTES:
+        sender.send(response)
+        response = None
+    sender.send(response, flags=FINAL if final else 0)
+    del tensors
+
+
+def finish(sender: pb_utils.InferenceResponseSender, response: pb_utils.InferenceResponse | None) -> bool:
+    """Send a request's last response. False if that failed: it is logged, and the client told if that is possible."""
+    try:
+        send(sender, response)
+        return True
+    except Exception as error:
+        logger.exception("a request's last response was not sent")
+        with contextlib.suppress(Exception):  # after a FINAL that failed nothing more can be sent
+            sender.send(refuse(error), flags=FINAL)
+        return False
+
+
 class _Preparation(NamedTuple):
     """One request at the chunker."""
 
@@ -72,7 +98,7 @@ class _Preparation(NamedTuple):
     fields: dict[str, Any] | InvalidRequestError
     """The inputs, or why they cannot be read."""
     session: SessionId | None
-    start: bool
+    start: bool | None
     end: bool
 
 
@@ -83,8 +109,11 @@ class ChunkerModel:
     session are prepared and sent in order. One thread makes and sends every response.
     """
 
-    def __init__(self, preparer: PromptPreparer, max_waiting_bytes: int = 1 << 26) -> None:
+    def __init__(
+        self, preparer: PromptPreparer, max_waiting_bytes: int = 1 << 26, metrics: RejectionMetrics | None = None
+    ) -> None:
         self._preparer = preparer
+        self._metrics = metrics
         self._queue = WorkQueue(self._prepare, max_waiting_bytes)
         self._outbox: queue.SimpleQueue[tuple[pb_utils.InferenceResponseSender, Prepared | Exception] | None] = (
             queue.SimpleQueue()
@@ -105,23 +134,25 @@ class ChunkerModel:
             self._outbox.put((preparation.sender, IrminsulError("the server is shutting down")))
         self._outbox.put(None)
         self._sender.join(timeout=2)
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _submit(self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender) -> None:
-        session, flags = request.correlation_id() or None, request.flags()
+        session, start, end = _session(request)
         fields: dict[str, Any] | InvalidRequestError
         try:
             fields = {name: _own(value) for name, value in read_fields(request, REQUEST_INPUTS).items()}
             size = sum(map(_size, fields.values()))
         except InvalidRequestError as error:
             fields, size = error, 0
-        preparation = _Preparation(sender, fields, session, bool(flags & START), bool(flags & END))
+        preparation = _Preparation(sender, fields, session, start, end)
         self._queue.submit(preparation, size, session)
 
     def _prepare(self, preparation: _Preparation) -> None:
         self._outbox.put((preparation.sender, self._result(*preparation[1:])))
 
     def _result(
-        self, fields: dict[str, Any] | InvalidRequestError, session: SessionId | None, start: bool, end: bool
+        self, fields: dict[str, Any] | InvalidRequestError, session: SessionId | None, start: bool | None, end: bool
     ) -> Prepared | Exception:
         try:
             if isinstance(fields, InvalidRequestError):
@@ -138,9 +169,31 @@ class ChunkerModel:
 
     def _send(self, sender: pb_utils.InferenceResponseSender, result: Prepared | Exception) -> None:
         try:
-            sender.send(refuse(result) if isinstance(result, Exception) else _plan(result), flags=FINAL)
-        except Exception:
-            logger.exception("a prepared request was not sent")
+            if isinstance(result, Exception) and self._metrics is not None:
+                self._metrics.count(result)
+            response = refuse(result) if isinstance(result, Exception) else _plan(result)
+        except Exception as error:
+            response = refuse(error)
+        finish(sender, response)
+
+
+def _session(request: pb_utils.InferenceRequest) -> tuple[SessionId | None, bool | None, bool]:
+    """Return a request's session (None: it has none), whether it opens it (None: if it is not open), and ends it.
+
+    The input session_id names it, for HTTP cannot carry a correlation id; else the correlation id does.
+    """
+    inputs = read_fields(request, SESSION_INPUTS)
+    if "session_id" not in inputs:
+        flags = request.flags()
+        return request.correlation_id() or None, bool(flags & START), bool(flags & END)
+    name: bytes = inputs["session_id"]
+    try:
+        text = name.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"session_id is not UTF-8: byte {error.start} is {name[error.start]:#x}") from None
+    if not text:
+        raise InvalidRequestError("session_id is empty; leave it out for a request without a session")
+    return text, None, bool(inputs.get("session_end"))
 
 
 def _own(value: Any) -> Any:
@@ -149,7 +202,9 @@ def _own(value: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """Size in bytes of an input's value, for the order in which requests are prepared."""
+    """Size in bytes of the value of an input or output."""
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return sum(map(len, value.flat))
     if isinstance(value, list):
         return sum(map(len, value))
     return len(value) if isinstance(value, bytes) else getattr(value, "nbytes", 0)
@@ -162,131 +217,7 @@ def _plan(prepared: Prepared) -> pb_utils.InferenceResponse:
         "fingerprints": prepared.fingerprints,
         "request": prepared.request.pack(),
     }
-    return respond(PLAN_TENSORS, values)
-
-
-class EngineModel:
-    """Hands requests to the engine and its events to Triton. `execute` never waits; another thread sends."""
-
-    def __init__(self, engine: EngineInterface, on_finished: Callable[[Event], None], interval_s: float) -> None:
-        """Start the sending thread.
-
-        Args:
-            on_finished: called with every `finished` or `error` event, before that is sent.
-            interval_s: least time between two responses with tokens of one request.
-        """
-        self._engine = engine
-        self._interval_s = interval_s
-        self._on_finished = on_finished
-        self._outbox: queue.SimpleQueue[tuple[Outgoing, Event] | None] = queue.SimpleQueue()
-        self._wake = threading.Event()
-        self._sender = threading.Thread(target=self._send_all, name="irminsul-sender", daemon=True)
-        self._sender.start()
-
-    def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
-        for request in requests:
-            sender = request.get_response_sender()
-            try:
-                self._submit(request, sender)
-            except Exception as error:
-                sender.send(refuse(error), flags=FINAL)
-
-    def finalize(self) -> None:
-        self._engine.close()
-        self._outbox.put(None)
-        self._wake.set()
-        self._sender.join(timeout=2)
-
-    def _submit(self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender) -> None:
-        fields = read_fields(request, (*PLAN_TENSORS, CONTROL_INPUT))
-        if "control" in fields:
-            self._control(fields["control"], sender)
-            return
-        missing = [spec.name for spec in PLAN_TENSORS if spec.name not in fields]
-        if missing:
-            raise InvalidRequestError(f"{', '.join(missing)} missing; requests belong to the model 'irminsul'")
-        outgoing = Outgoing(sender)
-        self._engine.submit(
-            GenerationRequest.unpack(fields["request"]),
-            fields["token_ids"],
-            fields["chunk_ends"],
-            fields["fingerprints"],
-            partial(self._on_event, outgoing),
-        )
-
-    def _control(self, data: bytes, sender: pb_utils.InferenceResponseSender) -> None:
-        try:
-            command = json.loads(data)
-        except ValueError:
-            command = None
-        if not isinstance(command, dict):
-            command = {}
-        if "stop" in command:
-            reason: FinishReason = "stop" if command.get("reason") == "stop" else "cancelled"
-            sender.send(_answer({"stopped": self._engine.stop(str(command["stop"]), reason)}), flags=FINAL)
-        elif command.get("status"):
-            # The engine answers between two steps, which may take seconds; new requests must not wait for it.
-            threading.Thread(target=self._send_status, args=(sender,), name="irminsul-status", daemon=True).start()
-        else:
-            raise InvalidRequestError(
-                f'control is {data.decode(errors="replace")}; it must be {{"stop": key}} or {{"status": true}}'
-            )
-
-    def _send_status(self, sender: pb_utils.InferenceResponseSender) -> None:
-        try:
-            response = _answer(self._engine.status())
-        except Exception as error:
-            response = refuse(error)
-        sender.send(response, flags=FINAL)
-
-    def _on_event(self, outgoing: Outgoing, event: Event) -> None:
-        """On the engine's thread, which a woken sender would keep waiting for the interpreter: wake it only if due."""
-        self._outbox.put((outgoing, event))
-        if event.kind != "tokens" or time.monotonic() >= outgoing.due:
-            self._wake.set()
-
-    def _send_all(self) -> None:
-        held: list[tuple[Outgoing, Event]] = []
-        closing, latest_due = False, 0.0
-        while not closing or held:
-            wait = latest_due - time.monotonic()  # whatever comes after that is due, and wakes
-            self._wake.wait(timeout=wait if wait > 0 else None)
-            self._wake.clear()
-            batch = self._drain()
-            closing = closing or None in batch
-            now = float("inf") if closing else time.monotonic()
-            send, held = hold_back(merge([*held, *(item for item in batch if item is not None)]), now)
-            for outgoing, event in send:
-                try:
-                    self._send(outgoing, event)
-                except Exception:
-                    logger.exception("an event was not sent")
-                latest_due = max(latest_due, outgoing.due)
-
-    def _drain(self) -> list[tuple[Outgoing, Event] | None]:
-        batch: list[tuple[Outgoing, Event] | None] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                batch.append(self._outbox.get_nowait())
-        return batch
-
-    def _send(self, outgoing: Outgoing, event: Event) -> None:
-        final = event.kind in ("finished", "error")
-        if final:
-            try:
-                self._on_finished(event)
-            except Exception:
-                logger.exception("an ended request was not counted")  # its client must still get the last response
-        event = replace(event, index=outgoing.sent)
-        outgoing.sent += 1
-        if event.kind == "tokens":
-            outgoing.due = time.monotonic() + self._interval_s
-        values = {"output_ids": event.token_ids, "output_log_probs": event.log_probs, "event": pack_event(event)}
-        outgoing.sender.send(respond(EVENT_TENSORS, values), flags=FINAL if final else 0)
-
-
-def _answer(answer: dict[str, Any]) -> pb_utils.InferenceResponse:
-    return respond(EVENT_TENSORS, {"output_ids": (), "output_log_probs": (), "event": json.dumps(answer)})
+    return respond(PLAN_TENSORS, seal(PLAN_TENSORS, values))
 
 
 class DetokenizerModel:
@@ -298,32 +229,25 @@ class DetokenizerModel:
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         for request in requests:
-            sender = request.get_response_sender()
-            try:
-                response = self._one(request, sender)
-            except Exception as error:
-                response = refuse(error)
-            if response is None:
-                sender.send(flags=FINAL)
-            else:
-                sender.send(response, flags=FINAL)
+            self._one(request, request.get_response_sender())
 
     def finalize(self) -> None:
         self._stopper.close()
 
-    def _one(
-        self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender
-    ) -> pb_utils.InferenceResponse | None:
-        fields = read_fields(request, EVENT_TENSORS)
-        event = unpack_event(fields["event"], fields["output_ids"], fields["output_log_probs"])
+    def _one(self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender) -> None:
+        event: Event | None = None
         try:
+            fields = unseal(EVENT_TENSORS, read_fields(request, EVENT_TENSORS))
+            event = unpack_event(fields["event"], fields["output_ids"], fields["output_log_probs"])
             reply, why = self._table.feed(event, sender.is_cancelled)
-        except Exception:
-            self._stopper.stop(event.key)
-            raise
-        if why:
+            response = None if reply is None else respond(RESPONSE_OUTPUTS, vars(reply))
+        except Exception as error:
+            with about(*([event.key] if event else [])):
+                response, why = refuse(error), "cancelled"
+        if not finish(sender, response):
+            why = "cancelled"
+        if why and event is not None and event.kind not in ("finished", "error"):
             self._stopper.stop(event.key, why)
-        return None if reply is None else respond(RESPONSE_OUTPUTS, vars(reply))
 
 
 class Stopper:
@@ -345,19 +269,25 @@ class Stopper:
 
     def _run(self) -> None:
         while (item := self._keys.get()) is not None:
-            try:
-                for response in control({"stop": item[0], "reason": item[1]}):
-                    if error := response.error():
-                        logger.error("stop was refused: %s", error.message())
-            except Exception:
-                logger.exception("stop was not sent")
+            with about(item[0]):
+                try:
+                    _tell_engine({"stop": item[0], "reason": item[1]})
+                except Exception:
+                    logger.exception("stop was not sent")
 
 
-def control(command: dict[str, Any]) -> Iterator[pb_utils.InferenceResponse]:
-    """Send a control request to the engine by BLS and yield its responses."""
+def _tell_engine(command: dict[str, Any]) -> None:
+    """Send a control request to the engine by BLS.
+
+    Its answer has no tensors. The stub frees what it keeps of such an answer on a thread without the interpreter lock,
+    which is harmless then, and only then.
+    """
+    packet = seal((CONTROL_INPUT,), {CONTROL_INPUT.name: json.dumps(command)})[CONTROL_INPUT.name]
     request = pb_utils.InferenceRequest(
         model_name="irminsul_engine",
         requested_output_names=["event"],
-        inputs=[pb_utils.Tensor(CONTROL_INPUT.name, to_array(CONTROL_INPUT, json.dumps(command)))],
+        inputs=[pb_utils.Tensor(CONTROL_INPUT.name, to_array(CONTROL_INPUT, packet))],
     )
-    yield from request.exec(decoupled=True)
+    for response in request.exec(decoupled=True):
+        if error := response.error():
+            logger.error("the engine refused a stop: %s", error.message())

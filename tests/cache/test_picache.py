@@ -190,6 +190,7 @@ def test_a_retired_answer_is_cut_where_cutting_it_afterwards_would(preset: str, 
     sequence = admission.sequence
     cache.advance(sequence, n)
     for token in ids[n:].tolist():
+        assert cache.reserve(sequence)
         cache.append(sequence, token)
         cache.advance(sequence, sequence.length + 1)
     cache.retire(sequence)

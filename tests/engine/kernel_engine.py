@@ -119,8 +119,10 @@ def answers(model: MLAModel, use_kernels: bool) -> dict[str, Any]:
     pending = {
         "moved": submit("moved", moved),
         "same": submit("same", text),
-        "sampled": submit("sampled", text[:40], temperature=0.8, seed=-3, top_k=20, top_p=0.9, min_p=0.01),
-        "sampled again": submit("sampled again", text[:40], temperature=0.8, seed=-3, top_k=20, top_p=0.9, min_p=0.01),
+        "sampled": submit("sampled", text[:40], temperature=0.8, seed=2**64 - 3, top_k=20, top_p=0.9, min_p=0.01),
+        "sampled again": submit(
+            "sampled again", text[:40], temperature=0.8, seed=2**64 - 3, top_k=20, top_p=0.9, min_p=0.01
+        ),
         "cold": submit("cold", text[:40], temperature=1e-3, seed=5),
         "penalised": submit("penalised", text[:40], frequency_penalty=0.5),
     }

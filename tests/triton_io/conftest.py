@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from irminsul_backend.triton_io.tensors import (
 )
 
 SPECS = {s.name: s for s in (*REQUEST_INPUTS, *SESSION_INPUTS, *PLAN_TENSORS, CONTROL_INPUT, *EVENT_TENSORS)}
-BORDER = ("steps", "endpoints", "metrics", "build")
+BORDER = ("steps", "engine_model", "endpoints", "metrics", "build")
 
 
 @pytest.fixture
@@ -44,8 +44,10 @@ def border(backend_utils: ModuleType) -> Iterator[Callable[[str], Any]]:
 def make_request(backend_utils: ModuleType) -> Callable[..., Any]:
     """Make a request as Triton hands it to a model, from plain values by input name."""
 
-    def make(session: int | str = 0, flags: int = 0, **inputs: Any) -> Any:
+    def make(session: int | str = 0, flags: int = 0, outputs: Sequence[str] = (), **inputs: Any) -> Any:
         tensors = [backend_utils.Tensor(name, to_array(SPECS[name], value)) for name, value in inputs.items()]
-        return backend_utils.InferenceRequest(inputs=tensors, correlation_id=session, flags=flags)
+        return backend_utils.InferenceRequest(
+            inputs=tensors, correlation_id=session, flags=flags, requested_output_names=outputs
+        )
 
     return make

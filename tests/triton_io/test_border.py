@@ -23,7 +23,7 @@ from irminsul_backend.triton_io.tensors import TensorSpec, from_array, to_array
 REPOSITORY = find_model_repository()
 OPTIONAL_INPUTS = {
     "irminsul": tensors.REQUEST_INPUTS,
-    "irminsul_chunker": tensors.REQUEST_INPUTS,
+    "irminsul_chunker": (*tensors.REQUEST_INPUTS, *tensors.SESSION_INPUTS),
     "irminsul_engine": (*tensors.PLAN_TENSORS, tensors.CONTROL_INPUT),
     "irminsul_generate": (*tensors.REQUEST_INPUTS, *tensors.SESSION_INPUTS),
     "irminsul_unary": (*tensors.REQUEST_INPUTS, *tensors.SESSION_INPUTS),
@@ -68,7 +68,7 @@ class TestConfigurations:
 
     def test_every_model_file_is_thin(self) -> None:
         files = list(Path(REPOSITORY).glob("*/1/model.py"))
-        assert len(files) == 5
+        assert len(files) == 4
         assert all(len(file.read_text().splitlines()) < 100 for file in files)
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import queue
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
 
+from irminsul_backend.protocol import Event, GenerationRequest
+from irminsul_backend.triton_io.events import pack_event
 from irminsul_backend.triton_io.server.launcher import Server
+from irminsul_backend.triton_io.tensors import EVENT_TENSORS, NUMPY, PLAN_TENSORS
 
 pytestmark = pytest.mark.server
 
@@ -77,9 +83,6 @@ def test_the_error_is_clear_and_a_good_request_stays_right(
 
 
 def test_a_batch_of_two_is_refused(server: Server, make_inputs: Any) -> None:
-    from tritonclient.grpc import InferenceServerClient, InferInput
-    from tritonclient.utils import InferenceServerException
-
     tensor = InferInput("text_input", [2, 1], "BYTES")
     tensor.set_data_from_numpy(np.array([[b"one"], [b"two"]], dtype=np.object_))
     with InferenceServerClient(server.grpc_url) as client, pytest.raises(InferenceServerException) as caught:
@@ -87,6 +90,35 @@ def test_a_batch_of_two_is_refused(server: Server, make_inputs: Any) -> None:
     assert "one request at a time" in str(caught.value)
 
 
-def test_the_engine_is_not_to_be_called_directly(stream: Any) -> None:
-    assert "control" in stream.ask(model="irminsul_engine", session=None, control='{"dance": true}').error
-    assert stream.ask(model="irminsul_engine", session=None, control="no json").error
+@pytest.mark.parametrize("control", ['{"status": true}', '{"stop": "a"}', "x" * 16 + '{"stop": "a"}', ""])
+def test_the_engine_takes_orders_from_its_own_models_only(control: str, stream: Any) -> None:
+    assert (
+        "control does not come from this server"
+        in stream.ask(model="irminsul_engine", session=None, control=control).error
+    )
+
+
+@pytest.mark.parametrize("model", ["irminsul_engine", "irminsul_detokenizer"])
+def test_a_packet_that_a_client_made_up_is_refused(model: str, server: Server) -> None:
+    """Also one that another server sealed, or that names another namespace than it was sealed for."""
+    request = GenerationRequest("made-up", namespace='["salt", "another tenant"]')
+    plan = {
+        "token_ids": [[5, 6]],
+        "chunk_ends": [[2]],
+        "fingerprints": [[7]],
+        "request": [[b"0" * 16 + request.pack()]],
+    }
+    event = Event("made-up", 0, "admitted", request=request)
+    events = {"output_ids": [[1]], "output_log_probs": [[]], "event": [[b"0" * 16 + pack_event(event)]]}
+    specs, values = (PLAN_TENSORS, plan) if model == "irminsul_engine" else (EVENT_TENSORS, events)
+    inputs = []
+    for spec in specs:
+        array = np.array(values[spec.name], NUMPY[spec.dtype])
+        tensor = InferInput(spec.name, list(array.shape), "BYTES" if spec.dtype == "STRING" else spec.dtype)
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: results.put(error))
+        client.async_stream_infer(model, inputs)
+        assert "does not come from this server" in str(results.get(timeout=10))

@@ -17,11 +17,6 @@ pytestmark = pytest.mark.server
 REQUESTS = 64
 
 
-def status(stream: Any) -> dict[str, Any]:
-    (response,) = stream.ask(model="irminsul_engine", session=None, control='{"status": true}').responses
-    return dict(json.loads(response["event"]))
-
-
 def make_requests() -> list[dict[str, Any]]:
     """Told apart by prompt, seed and length."""
     rng = np.random.default_rng(3)
@@ -83,13 +78,13 @@ class TestCancelling:
     def test_the_engine_stops_for_a_client_that_went_away(
         self, streamed: bool, server: Server, stream: Any, connect: Callable[[Server], Any]
     ) -> None:
-        before = status(stream)["counters"].get("finished_cancelled", 0)
+        before = stream.status()["counters"].get("finished_cancelled", 0)
         gone = connect(server)
         gone.send(text_input="a client that does not wait", max_tokens=3000, stream=streamed, ignore_eos=True)
-        while not status(stream)["running"]:
+        while not stream.status()["running"]:
             pass
         gone.close(cancel=True)
-        while (now := status(stream))["running"]:
+        while (now := stream.status())["running"]:
             pass
         assert now["counters"]["finished_cancelled"] == before + 1
         assert now["integrity"] == "ok"
@@ -107,7 +102,7 @@ class TestCancelling:
             if tokens > 16:
                 one.answers([request])
             one.close(cancel=True)
-        while (now := status(stream))["running"]:
+        while (now := stream.status())["running"]:
             pass
         assert now["integrity"] == "ok"
         assert not stream.ask(text_input="still there", max_tokens=1).error

@@ -3,67 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_engine import finished, opened, sealed_event, sealed_packet, tokens
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError
 from irminsul_backend.frontend.chunker import PromptPreparer
 from irminsul_backend.frontend.replies import TranscriptTable
-from irminsul_backend.protocol import Event, GenerationRequest, Usage
+from irminsul_backend.protocol import Event, GenerationRequest
 from irminsul_backend.triton_io.events import pack_event
+from irminsul_backend.triton_io.sealing import unseal
+from irminsul_backend.triton_io.tensors import CONTROL_INPUT, EVENT_TENSORS, PLAN_TENSORS
 
 START, END = 1, 2
-USAGE = Usage(9, 1, 2, 6, 1, [(1, 2, -3)], 4, 0.5, 1.5)
-
-
-class FakeEngine:
-    """Takes requests; a test says what becomes of them."""
-
-    def __init__(self) -> None:
-        self.on_event: dict[str, Callable[[Event], None]] = {}
-        self.stopped: list[tuple[str, str]] = []
-        self.refusal: Exception | None = None
-        self.status: Callable[[], dict[str, Any]] = lambda: {"integrity": "ok"}
-        self.cache = self
-        self.used = 0
-
-    def stats(self) -> dict[str, Any]:
-        return {"used": self.used, "capacity": 64}
-
-    def submit(self, request: GenerationRequest, ids: Any, ends: Any, prints: Any, on_event: Any) -> None:
-        if request.key == "refused":
-            raise InvalidRequestError("request key 'refused' is in use")
-        assert (ids.dtype, ends.dtype, prints.dtype) == (np.int32, np.int32, np.uint64)
-        self.on_event[request.key] = on_event
-
-    def stop(self, key: str, reason: str) -> bool:
-        self.stopped.append((key, reason))
-        return key in self.on_event
-
-    def close(self) -> None:
-        for key, on_event in self.on_event.items():
-            on_event(Event(key, 99, "error", error="the server is shutting down"))
-
-
-def plan(key: str = "a") -> dict[str, Any]:
-    """The inputs of `irminsul_engine`."""
-    request = GenerationRequest(key).pack()
-    return {"token_ids": [5, 6], "chunk_ends": [2], "fingerprints": [2**64 - 1], "request": request}
-
-
-def tokens(*ids: int, key: str = "a", index: int = 0) -> Event:
-    return Event(key, index, "tokens", ids, [-0.5] * len(ids))
-
-
-def finished(key: str = "a", index: int = 0) -> Event:
-    return Event(key, index, "finished", finish_reason="length", usage=USAGE)
 
 
 class TestChunker:
@@ -78,7 +36,7 @@ class TestChunker:
         request = make_request(session, START | END, text_input="hello there", max_tokens=3)
         chunker.execute([request])
         (response,) = request.sender.wait()
-        outputs = backend_utils.outputs(response)
+        outputs = opened(PLAN_TENSORS, response)
         packed = GenerationRequest.unpack(outputs["request"])
         assert (packed.session_id, packed.sampling.max_tokens) == (key, 3)
         assert outputs["chunk_ends"][-1] == len(outputs["token_ids"]) > 0
@@ -87,9 +45,53 @@ class TestChunker:
     def test_a_request_needs_no_session(self, chunker: Any, make_request: Any, backend_utils: Any) -> None:
         requests = [make_request(0, 0, text_input="x") for _ in range(2)]
         chunker.execute(requests)
-        plans = [backend_utils.outputs(request.sender.wait()[0]) for request in requests]
+        plans = [opened(PLAN_TENSORS, request.sender.wait()[0]) for request in requests]
         one, other = (GenerationRequest.unpack(plan["request"]).session_id for plan in plans)
         assert one != other
+
+    def test_the_input_session_id_opens_a_session_and_session_end_ends_it(
+        self, chunker: Any, make_request: Any
+    ) -> None:
+        def ask(session: int | str = 0, flags: int = 0, **inputs: Any) -> str:
+            request = make_request(session, flags, text_input="x", **inputs)
+            chunker.execute([request])
+            return "".join(request.sender.errors())
+
+        assert [ask(session_id="s") for _ in range(2)] == ["", ""]
+        assert "already open" in ask("s", START), "it is the session that a correlation id names"
+        assert ask("s", 0) == ""
+        assert ask("another", START, session_id="s", session_end=True) == "", "the input comes first"
+        assert "unknown or expired" in ask("s", 0)
+        assert "unknown or expired" in ask("another", 0)
+
+    @pytest.mark.parametrize(
+        ("session", "words"),
+        [
+            (b"a\xff", "session_id is not UTF-8: byte 1 is 0xff"),
+            ("", "session_id is empty; leave it out"),
+            ("x" * 129, "at most 128"),
+        ],
+    )
+    def test_a_bad_session_id_is_refused(self, session: Any, words: str, chunker: Any, make_request: Any) -> None:
+        request = make_request(text_input="x", session_id=session)
+        chunker.execute([request])
+        assert words in request.sender.errors()[0]
+
+    def test_outputs_that_nobody_asked_for_are_held_while_they_are_dropped(
+        self, chunker: Any, make_request: Any, backend_utils: Any
+    ) -> None:
+        request = make_request(text_input="x", outputs=["request"])
+        chunker.execute([request])
+        assert list(backend_utils.outputs(request.sender.wait()[0])) == ["request"]
+
+    def test_a_large_plan_that_cannot_be_sent_becomes_an_error(
+        self, chunker: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys.modules["irminsul_backend.triton_io.steps"], "LARGE_BYTES", 10)
+        request = make_request(text_input="x")
+        request.sender.failures = [RuntimeError("no shared memory")]
+        chunker.execute([request])
+        assert request.sender.errors() == ["RuntimeError: no shared memory"]
 
     def test_a_bad_request_fails_alone(self, chunker: Any, make_request: Any) -> None:
         bad, good = make_request("a", START | END, text_input=""), make_request("b", START | END, text_input="x")
@@ -188,198 +190,6 @@ class TestChunker:
         chunker.finalize()
 
 
-class TestEngine:
-    @pytest.fixture
-    def engine(self) -> FakeEngine:
-        return FakeEngine()
-
-    @pytest.fixture
-    def counted(self) -> list[Event]:
-        return []
-
-    @pytest.fixture
-    def start(self, engine: FakeEngine, counted: list[Event], border: Any) -> Iterator[Callable[..., Any]]:
-        models = []
-
-        def make(interval_s: float = 0.0, on_finished: Any = counted.append) -> Any:
-            models.append(border("steps").EngineModel(engine, on_finished, interval_s))
-            return models[-1]
-
-        yield make
-        engine.on_event.clear()
-        for model in models:
-            model.finalize()
-
-    @pytest.fixture
-    def ask(self, start: Any, make_request: Any) -> Callable[..., Any]:
-        model = start()
-
-        def one(**inputs: Any) -> Any:
-            request = make_request(**inputs)
-            model.execute([request])
-            return request.sender
-
-        return one
-
-    def events(self, sender: Any, backend_utils: Any) -> list[dict[str, Any]]:
-        outputs = [backend_utils.outputs(response) for response in sender.wait()]
-        return [{**json.loads(o["event"]), "ids": o["output_ids"], "log_probs": o["output_log_probs"]} for o in outputs]
-
-    def test_events_arrive_in_order_and_the_last_ends_the_request(
-        self, ask: Any, engine: FakeEngine, counted: list[Event], backend_utils: Any
-    ) -> None:
-        sender = ask(**plan())
-        for event in (Event("a", 0, "admitted"), tokens(1), Event("a", 2, "progress"), tokens(2, 3), finished()):
-            engine.on_event["a"](event)
-        events = self.events(sender, backend_utils)
-        assert [event["index"] for event in events] == list(range(len(events)))
-        assert [i for event in events for i in event["ids"]] == [1, 2, 3]
-        assert [p for event in events for p in event["log_probs"]] == [-0.5] * 3
-        assert events[-1]["kind"] == "finished"
-        assert events[-1]["usage"]["prompt_tokens"] == 9
-        assert [event.kind for event in counted] == ["finished"]
-
-    def test_an_error_event_ends_the_request_too(self, ask: Any, engine: FakeEngine, backend_utils: Any) -> None:
-        sender = ask(**plan())
-        engine.on_event["a"](Event("a", 0, "error", error="no room"))
-        (event,) = self.events(sender, backend_utils)
-        assert (event["kind"], event["error"]) == ("error", "no room")
-
-    def test_tokens_wait_for_the_interval_and_join(
-        self, start: Any, engine: FakeEngine, make_request: Any, backend_utils: Any
-    ) -> None:
-        request = make_request(**plan())
-        start(interval_s=60).execute([request])
-        engine.on_event["a"](tokens(1))
-        while not request.sender.responses:
-            time.sleep(0.001)
-        for i in (2, 3):
-            engine.on_event["a"](tokens(i))
-        engine.on_event["a"](finished())
-        assert [event["ids"] for event in self.events(request.sender, backend_utils)] == [[1], [2, 3]]
-
-    def test_held_tokens_leave_when_they_are_due(self, start: Any, engine: FakeEngine, make_request: Any) -> None:
-        request = make_request(**plan())
-        start(interval_s=0.2).execute([request])
-        engine.on_event["a"](tokens(1))
-        while not request.sender.responses:
-            time.sleep(0.001)
-        begin = time.monotonic()
-        engine.on_event["a"](tokens(2))
-        while len(request.sender.responses) < 2:
-            time.sleep(0.001)
-        assert 0.1 < time.monotonic() - begin < 5
-
-    def test_a_request_that_the_engine_refuses_fails_alone(
-        self, start: Any, engine: FakeEngine, make_request: Any
-    ) -> None:
-        refused, accepted = make_request(**plan("refused")), make_request(**plan("b"))
-        start().execute([refused, accepted])
-        assert refused.sender.errors() == ["request key 'refused' is in use"]
-        engine.on_event["b"](finished("b"))
-        assert accepted.sender.errors() == []
-
-    def test_missing_tensors_are_named(self, ask: Any) -> None:
-        (message,) = ask(token_ids=[1], request="{}").errors()
-        assert message.startswith("chunk_ends, fingerprints missing; requests belong to the model 'irminsul'")
-
-    @pytest.mark.parametrize(
-        ("command", "told"),
-        [
-            ({"stop": "a", "reason": "stop"}, ("a", "stop")),
-            ({"stop": "a"}, ("a", "cancelled")),
-            ({"stop": 5, "reason": "fun"}, ("5", "cancelled")),
-        ],
-    )
-    def test_stop(self, command: Any, told: Any, ask: Any, engine: FakeEngine, backend_utils: Any) -> None:
-        running = ask(**plan())
-        (answer,) = self.events(ask(control=json.dumps(command)), backend_utils)
-        assert answer["stopped"] is (told[0] == "a")
-        assert engine.stopped == [told]
-        assert not running.ended.is_set(), "its own events end it"
-
-    @pytest.mark.parametrize("control", ["no json", "[]", "{}", '{"dance": true}', '{"status": false}', b"\xff"])
-    def test_a_control_that_is_none_is_quoted(self, control: Any, ask: Any, engine: FakeEngine) -> None:
-        (message,) = ask(control=control).errors()
-        quoted = control if isinstance(control, str) else "\ufffd"
-        assert message == f'control is {quoted}; it must be {{"stop": key}} or {{"status": true}}'
-        assert engine.stopped == []
-
-    def test_a_slow_status_holds_up_no_request(self, ask: Any, engine: FakeEngine, backend_utils: Any) -> None:
-        step = threading.Event()
-
-        def slow() -> dict[str, Any]:
-            assert step.wait(10)
-            return {"running": 1}
-
-        engine.status = slow
-        status = ask(control='{"status": true}')
-        request = ask(**plan())
-        engine.on_event["a"](finished())
-        assert len(request.wait()) == 1
-        assert not status.ended.is_set()
-        step.set()
-        assert self.events(status, backend_utils)[0]["running"] == 1
-
-    def test_a_status_that_fails_is_an_error(self, ask: Any, engine: FakeEngine) -> None:
-        def fail() -> dict[str, Any]:
-            raise TimeoutError("the step takes too long")
-
-        engine.status = fail
-        assert ask(control='{"status": true}').errors() == ["TimeoutError: the step takes too long"]
-
-    def test_a_client_that_takes_no_responses_holds_up_no_other(
-        self, ask: Any, engine: FakeEngine, backend_utils: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        gone, here = ask(**plan("gone")), ask(**plan("here"))
-        gone.failures = [RuntimeError("the pipe is broken")]
-        engine.on_event["gone"](tokens(1, key="gone"))
-        engine.on_event["here"](tokens(2, key="here"))
-        engine.on_event["here"](finished("here"))
-        assert [i for event in self.events(here, backend_utils) for i in event["ids"]] == [2]
-        assert "the pipe is broken" in caplog.text
-
-    def test_metrics_that_fail_lose_no_response(
-        self, start: Any, engine: FakeEngine, make_request: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        def fail(event: Event) -> None:
-            raise RuntimeError("no metrics")
-
-        request = make_request(**plan())
-        start(on_finished=fail).execute([request])
-        engine.on_event["a"](finished())
-        assert request.sender.errors() == []
-        assert "no metrics" in caplog.text
-
-    def test_the_end_of_the_server_reaches_every_client(
-        self, start: Any, engine: FakeEngine, make_request: Any, backend_utils: Any
-    ) -> None:
-        requests = {key: make_request(**plan(key)) for key in ("a", "b")}
-        model = start(interval_s=60)
-        model.execute(list(requests.values()))
-        engine.on_event["a"](tokens(1))
-        engine.on_event["a"](tokens(2))
-        model.finalize()
-        for key, ids in (("a", [1, 2]), ("b", [])):
-            events = self.events(requests[key].sender, backend_utils)
-            assert [i for event in events for i in event["ids"]] == ids
-            assert events[-1]["error"] == "the server is shutting down"
-
-    def test_held_tokens_leave_when_the_server_ends(self, start: Any, engine: FakeEngine, make_request: Any) -> None:
-        request = make_request(**plan())
-        model = start(interval_s=60)
-        model.execute([request])
-        for i in (1, 2):
-            engine.on_event["a"](tokens(i))
-        while not request.sender.responses:
-            time.sleep(0.001)
-        engine.on_event["a"](tokens(3))
-        engine.on_event.clear()
-        model.finalize()
-        parts = [r.output_tensors()[0].as_numpy()[0] for r in request.sender.responses]
-        assert np.concatenate(parts).tolist() == [1, 2, 3]
-
-
 class Letters:
     """A detokenizer: id 1 is "a", 2 "b" …; "c" is a stop word."""
 
@@ -404,7 +214,8 @@ class TestDetokenizer:
         def engine(request: Any) -> list[Any]:
             assert request.model_name == "irminsul_engine"
             (tensor,) = request.inputs()
-            commands.append(json.loads(tensor.as_numpy().item()))
+            packet = {CONTROL_INPUT.name: tensor.as_numpy().item()}
+            commands.append(json.loads(unseal((CONTROL_INPUT,), packet)[CONTROL_INPUT.name]))
             if commands[-1]["stop"] == "refused":
                 return [backend_utils.InferenceResponse(error=backend_utils.TritonError("the engine is closed"))]
             if commands[-1]["stop"] == "broken":
@@ -422,10 +233,10 @@ class TestDetokenizer:
 
     @pytest.fixture
     def feed(self, model: Any, make_request: Any) -> Callable[..., Any]:
-        def one(event: Event, cancelled: bool = False) -> Any:
-            data = {"output_ids": event.token_ids, "output_log_probs": event.log_probs, "event": pack_event(event)}
-            request = make_request(**data)
+        def one(event: Event, cancelled: bool = False, failures: Sequence[Exception] = ()) -> Any:
+            request = make_request(**sealed_event(event))
             request.sender.cancelled = cancelled
+            request.sender.failures = list(failures)
             model.execute([request])
             return request.sender
 
@@ -472,17 +283,48 @@ class TestDetokenizer:
         model.finalize()
         assert told == [{"stop": "a", "reason": "cancelled"}]
 
-    def test_a_defect_in_one_event_fails_that_alone(self, model: Any, make_request: Any, feed: Any) -> None:
-        broken = make_request(output_ids=[], output_log_probs=[], event="no json")
-        admitted = make_request(output_ids=[], output_log_probs=[], event=pack_event(self.admitted()))
+    def test_what_a_client_made_up_is_refused_and_changes_nothing(
+        self, model: Any, make_request: Any, feed: Any, told: list[Any]
+    ) -> None:
+        feed(self.admitted()).wait()
+        made_up = sealed_event(Event("a", 1, "error", error="x"))
+        for change in ({"event": pack_event(Event("a", 1, "error", error="x"))}, {"output_ids": [1]}, {"event": ""}):
+            request = make_request(**{**made_up, **change})
+            model.execute([request])
+            assert request.sender.errors()[0].startswith("event does not come from this server")
+        assert feed(finished(index=1)).errors() == []
+        model.finalize()
+        assert told == []
+
+    def test_a_defect_in_one_event_fails_that_alone(self, model: Any, make_request: Any, told: list[Any]) -> None:
+        broken = make_request(**sealed_packet(EVENT_TENSORS, output_ids=[], output_log_probs=[], event="no json"))
+        admitted = make_request(**sealed_event(self.admitted()))
         model.execute([broken, admitted])
         (message,) = broken.sender.errors()
         assert message.startswith("JSONDecodeError")
         assert admitted.sender.errors() == []
+        model.finalize()
+        assert told == []
 
-    @pytest.mark.parametrize(
-        ("key", "words"), [("refused", "stop was refused: the engine is closed"), ("broken", "stop was not sent")]
-    )
+    def test_a_response_that_cannot_be_sent_stops_the_engine_and_loses_no_other(
+        self, model: Any, make_request: Any, feed: Any, told: list[Any]
+    ) -> None:
+        for key in ("lost", "kept"):
+            feed(self.admitted(key)).wait()
+        lost, kept = (make_request(**sealed_event(tokens(1, key=key, index=1))) for key in ("lost", "kept"))
+        lost.sender.failures = [RuntimeError("the pipe is broken")]
+        model.execute([lost, kept])
+        assert kept.sender.errors() == []
+        model.finalize()
+        assert told == [{"stop": "lost", "reason": "cancelled"}]
+
+    def test_a_large_response_that_cannot_be_sent_becomes_an_error(self, feed: Any, monkeypatch: Any) -> None:
+        monkeypatch.setattr(sys.modules["irminsul_backend.triton_io.steps"], "LARGE_BYTES", 10)
+        feed(self.admitted()).wait()
+        sender = feed(tokens(1, index=1), failures=[RuntimeError("no shared memory")])
+        assert sender.errors() == ["RuntimeError: no shared memory"]
+
+    @pytest.mark.parametrize(("key", "words"), [("refused", "the engine is closed"), ("broken", "stop was not sent")])
     def test_a_stop_that_fails_is_logged_and_the_next_is_sent(
         self, key: str, words: str, model: Any, feed: Any, told: list[Any], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -491,27 +333,3 @@ class TestDetokenizer:
         model.finalize()
         assert [command["stop"] for command in told] == [key, "next"]
         assert words in caplog.text
-
-
-class TestMetrics:
-    def test_ended_requests_and_the_pool(self, border: Any, backend_utils: ModuleType) -> None:
-        engine = FakeEngine()
-        metrics = border("metrics").EngineMetrics(engine)
-        values = {name: metric.value for name, metric in backend_utils.metrics.items()}
-        assert values.pop('irminsul_cache_slots{state="capacity"}') == 64
-        assert set(values.values()) == {0.0}, "all are there from the start"
-        engine.used = 7
-        for event in (finished(), Event("b", 0, "error", error="x"), Event("c", 0, "finished")):
-            metrics.count(event)
-        values = {name: metric.value for name, metric in backend_utils.metrics.items() if metric.value}
-        assert values == {
-            'irminsul_prompt_tokens_total{source="exact"}': 1,
-            'irminsul_prompt_tokens_total{source="shifted"}': 2,
-            'irminsul_prompt_tokens_total{source="computed"}': 6,
-            "irminsul_generated_tokens_total": 4,
-            'irminsul_requests_total{outcome="length"}': 1,
-            'irminsul_requests_total{outcome="error"}': 1,
-            'irminsul_requests_total{outcome="stop"}': 1,
-            'irminsul_cache_slots{state="used"}': 7,
-            'irminsul_cache_slots{state="capacity"}': 64,
-        }

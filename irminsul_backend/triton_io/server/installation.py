@@ -22,7 +22,7 @@ from irminsul_backend.errors import ServerStartError
 NGC_ROOT = Path("/opt/tritonserver")
 STUB = "triton_python_backend_stub"
 SHM = Path("/dev/shm")
-PYTHON_MODELS = 5
+PYTHON_MODELS = 4
 MIB = 1024 * 1024
 
 

@@ -22,6 +22,8 @@ from types import FrameType
 
 from irminsul_backend.config import MAX_SESSION_TTL_S, ServerConfig
 from irminsul_backend.errors import ServerStartError
+from irminsul_backend.logs import check_log_settings
+from irminsul_backend.triton_io.sealing import SECRET_VARIABLE, new_secret
 from irminsul_backend.triton_io.server.installation import (
     Installation,
     check_installation,
@@ -38,6 +40,9 @@ LEAST_VALUES = {
     "capacity_tokens": 0,
     "max_batch_tokens": 1,
     "max_running": 1,
+    "max_waiting": 1,
+    "max_waiting_per_namespace": 1,
+    "step_target_ms": 0,
     "max_text_bytes": 1,
     "threads": 0,
     "stream_interval_ms": 0,
@@ -197,6 +202,7 @@ def check_config(config: ServerConfig) -> None:
         raise ServerStartError(
             f"capacity_tokens is {config.capacity_tokens}; it must be at least {LEAST_CAPACITY}, or 0 (automatic)"
         )
+    check_log_settings(config)
     resolve_device(config)
     if not 0 < config.session_ttl_s <= MAX_SESSION_TTL_S:
         raise ServerStartError(
@@ -241,6 +247,7 @@ def start_server(
     check_config(config)
     installation = find_installation()
     env = environment(installation, {**os.environ, **config.to_env(), "TOKENIZERS_PARALLELISM": "false"})
+    env.setdefault(SECRET_VARIABLE, new_secret())
     check_installation(installation, env, config.max_text_bytes)
     repository = find_model_repository()
     chosen = choose_ports(host, ports if ports is not None else Ports.from_env())

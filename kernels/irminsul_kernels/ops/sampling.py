@@ -6,7 +6,7 @@ smallest kept logit is found by bisection over the logits that occur, counting a
 10 to 20 passes over a row (none without top-k and top-p). Logits of a bf16 head are often equal; of those at the
 threshold, as many are kept as there is room for, lowest ids first. A token is drawn as argmax(p / noise); the noise is
 exponentially distributed and made by Philox from (seed, draws so far, id), so a request's tokens depend on its own seed
-alone.
+alone. `sampling_reference` draws the same without Triton.
 
 Bytes moved: 4 * vocab per row from memory, the floor; the further passes read it from L2 (0.6 MB for 160,000 ids).
 """
@@ -23,46 +23,10 @@ from torch import Tensor
 from irminsul_kernels.device import next_power_of_two
 from irminsul_kernels.device_math import use_kernel
 from irminsul_kernels.launch import KernelConfig
+from irminsul_kernels.ops.sampling_reference import sample_reference
 
 BLOCK = 4096
 WARPS = 16
-_MASK = 0xFFFFFFFF
-
-
-def exponential_noise(seeds: Tensor, draws: Tensor, vocab: int) -> Tensor:
-    """The kernel's noise: float64 [N, vocab] from int64 seeds [N] and int64 draws [N], Philox-4x32 with 10 rounds."""
-    ids = torch.arange(vocab, device=seeds.device).expand(len(seeds), vocab)
-    draws, seeds = draws[:, None], seeds[:, None]
-    c0, c1, c2 = ids, (draws & _MASK).expand_as(ids), ((draws >> 32) & _MASK).expand_as(ids)
-    c3 = torch.zeros_like(ids)
-    k0, k1 = seeds & _MASK, (seeds >> 32) & _MASK
-    for _ in range(10):
-        # the products wrap at 2^64; their upper and lower 32 bits are right all the same
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((b >> 32) & _MASK) ^ c1 ^ k0, b & _MASK, ((a >> 32) & _MASK) ^ c3 ^ k1, a & _MASK
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return -torch.log1p(-((c0 >> 1).double() + 0.5) * 2**-31)
-
-
-def sample_reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, draws: Tensor
-) -> Tensor:
-    """The same as :func:`sample`, in torch and float64, with a sort."""
-    logits = torch.where(logits.isnan(), -torch.inf, logits.double())
-    greedy = logits.argmax(dim=-1)
-    vocab = logits.shape[1]
-    heat = torch.where(temperature > 0, temperature, 1).double()[:, None]
-    probs = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / heat, dim=-1)
-    order = logits.sort(dim=-1, descending=True, stable=True).indices
-    ordered = probs.gather(1, order)
-    before = ordered.cumsum(dim=-1) - ordered
-    rank = torch.arange(vocab, device=logits.device)
-    keep = rank < torch.where(top_k > 0, top_k, vocab)[:, None]
-    keep &= (before < top_p.double()[:, None]) | (top_p >= 1)[:, None]
-    keep &= ordered >= ordered[:, :1] * min_p.double()[:, None]
-    noise = exponential_noise(seeds, draws, vocab).gather(1, order)
-    drawn = order.gather(1, (ordered * keep / noise).argmax(dim=-1, keepdim=True))[:, 0]
-    return torch.where(temperature > 0, drawn, greedy)
 
 
 def sample(
@@ -79,10 +43,11 @@ def sample(
 
     Args:
         logits: float32 [N, vocab], penalties and banned tokens (-inf) applied; contiguous. NaN counts as -inf.
-        temperature: float32 [N]; 0 takes the largest logit, the lowest id among equals.
+        temperature: float32 [N]; 0 takes the largest logit, the lowest id among equals. Others from 1e-30 to 1e6: a
+            logit over them must not leave what float32 holds.
         top_k: int32 [N]; 0 is off.
         top_p: float32 [N] in (0, 1]: a token is kept if those sorted before it have a total probability below this.
-        min_p: float32 [N] in [0, 1): a token is kept if its probability is at least this share of the largest one.
+        min_p: float32 [N] in [0, 1]: a token is kept if its probability is at least this share of the largest one.
         seeds: int64 [N].
         draws: int64 [N], the number of tokens drawn with this seed so far, counted by the caller.
         out: int64 [N], written to; by default a new tensor.
@@ -239,14 +204,19 @@ def _draw(x, seed, draws, threshold, quota, top, heat, vocab, BLOCK: tl.constexp
         place = tl.cumsum(equal, axis=0)
         keep = (key > threshold) | ((equal != 0) & (place <= quota))
         quota -= tl.sum(equal, axis=0)
-        word = tl.full([BLOCK], 0, tl.uint32)
+        word = tl.zeros([BLOCK // 4], tl.uint32)
         low = word + (drawn & 0xFFFFFFFF).to(tl.uint32)
         high = word + ((drawn >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        random, _, _, _ = tl.philox(seed, i.to(tl.uint32), low, high, word)
-        uniform = ((random >> 1).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
-        # -log(1 - u); where u is small, and a token likely to win, 1 - u would lose its digits
+        quad = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+        r0, r1, r2, r3 = tl.philox(seed, quad, low, high, word)
+        # id 4 * quad + n takes word n
+        random = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCK])
+        half = (random >> 1).to(tl.int32)
+        uniform = (half.to(tl.float32) + 0.5) * 4.656612873077393e-10
+        rest = ((0x7FFFFFFF - half).to(tl.float32) + 0.5) * 4.656612873077393e-10
+        # -log(1 - u); where u is small, and a token likely to win, the logarithm of 1 - u would lose its digits
         series = uniform * (1 + uniform * (0.5 + uniform * (0.33333334 + uniform * 0.25)))
-        noise = tl.where(uniform < 0.01, series, -tl.log(tl.maximum(1 - uniform, 1e-38)))
+        noise = tl.where(uniform < 0.01, series, -tl.log(rest))
         score = tl.where(v == top, 0.0, (v - top) / heat) - tl.log(noise)
         score = tl.where(keep, score, float("-inf"))
         best_id = tl.where(score > best, i, best_id)

@@ -14,5 +14,8 @@ class TritonPythonModel:
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         self.model.execute(requests)
 
+    def is_ready(self) -> bool:
+        return self.model.is_ready()
+
     def finalize(self) -> None:
         self.model.finalize()

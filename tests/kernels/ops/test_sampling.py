@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from irminsul_kernels.ops.sampling import exponential_noise, sample, sample_reference
+from irminsul_kernels.ops.sampling import sample
+from irminsul_kernels.ops.sampling_reference import exponential_noise, random_words, sample_reference
 
 OFF = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 DTYPES = dict(
@@ -37,6 +39,12 @@ SETTINGS = [
     dict(top_p=0.5),
     dict(top_p=1e-6),
     dict(min_p=0.1),
+    dict(min_p=1.0),
+    dict(min_p=1e-38, top_k=2**31 - 1),
+    dict(temperature=1e-30),
+    dict(temperature=1e-30, min_p=1.0, top_p=0.4),
+    dict(temperature=100.0, top_p=0.9999999),
+    dict(top_p=1.2e-38),
     dict(temperature=1.7, top_k=40, top_p=0.9, min_p=0.02),
 ]
 
@@ -76,6 +84,19 @@ class TestKernel:
         shuffled = {k: v[order] for k, v in columns(4, top_k=50).items()}
         assert sample(logits, **shuffled).tolist() == tokens[order].tolist()
         assert sample(logits, **columns(4, seed=8, top_k=50)).tolist() != tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("seed", "draw", "words"),
+    [
+        (0, 0, ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]),
+        (-1, 2**32 - 1, ["69d460b8", "422820ce", "c6363159", "be42b92f"]),
+    ],
+)
+def test_the_random_bits_are_philoxs(seed: int, draw: int, words: list[str]) -> None:
+    """The first line is the published vector of Philox-4x32-10 for key and counter 0."""
+    found = random_words(np.array([seed]), np.array([draw]), 6)
+    assert [f"{word:08x}" for word in found[0, :4].tolist()] == words
 
 
 def test_the_noise_is_exponential() -> None:

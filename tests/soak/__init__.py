@@ -1,0 +1,1 @@
+"""Runs against real servers that are too long for `make test`, and the traffic they send."""
