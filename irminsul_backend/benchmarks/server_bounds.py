@@ -7,6 +7,7 @@ new requests after many sessions that nobody ended. Prints one JSON object for e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import queue
@@ -109,19 +110,18 @@ def beside_large_texts(url: str, rounds: int, requests: int) -> dict[str, Any]:
 def after_open_sessions(url: str, sessions: int, requests: int = 100) -> dict[str, Any]:
     """Times of new requests after `sessions` were opened, by requests that are refused, and never ended."""
     stream = Stream(url)
-    for begin in range(0, sessions, 200):
-        for number in range(begin, min(begin + 200, sessions)):
-            stream.send("", session=f"open-{number}", end=False)
-        for _ in range(begin, min(begin + 200, sessions)):
-            stream.receive(60)
-    times = []
-    try:
-        times = [stream.seconds("Hello", timeout_s=20) for _ in range(requests)]
-        longest = max(times)
-    except queue.Empty:
-        longest = float("inf")
+    longest: float | None = None
+    with contextlib.suppress(queue.Empty):  # a request was not answered
+        for begin in range(0, sessions, 200):
+            numbers = range(begin, min(begin + 200, sessions))
+            for number in numbers:
+                stream.send("", session=f"open-{number}", end=False)
+            for _ in numbers:
+                stream.receive(20)
+        longest = max(stream.seconds("Hello", timeout_s=20) for _ in range(requests))
     stream.close()
-    return {"open_sessions": sessions, "requests": requests, "longest_s": longest, "bar": "<= 1", "met": longest <= 1}
+    met = longest is not None and longest <= 1
+    return {"open_sessions": sessions, "requests": requests, "longest_s": longest, "bar": "<= 1", "met": met}
 
 
 def main() -> None:

@@ -70,7 +70,8 @@ def test_a_large_item_is_not_overtaken_for_ever(bench: Bench, monkeypatch: pytes
     bench.queue.submit("first", LARGE_BYTES)
     bench.wait(1)
     bench.queue.submit("larger", 2 * LARGE_BYTES)
-    monkeypatch.setattr(work_queue.time, "monotonic", lambda now=work_queue.time.monotonic() + 60: now)
+    later = work_queue.time.monotonic() + 60
+    monkeypatch.setattr(work_queue.time, "monotonic", lambda: later)
     bench.queue.submit("smaller", LARGE_BYTES)
     for item in ("first", "smaller", "larger"):
         bench.gates[item].set()
