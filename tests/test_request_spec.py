@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from irminsul_backend.errors import InvalidRequestError
+from irminsul_backend.errors import InvalidRequestError, shown
 from irminsul_backend.request_spec import BY_NAME, INPUTS, SAMPLING_INPUTS, Input, SamplingParams
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
@@ -75,3 +75,23 @@ class TestTable:
     def test_parameters_out_of_range_are_refused(self, name: str, value: float) -> None:
         with pytest.raises(InvalidRequestError, match=f"{name} is "):
             BY_NAME[name].check(value)
+
+
+class TestLengths:
+    @pytest.mark.parametrize("name", ["cache_salt", "cancel_key", "session_id"])
+    def test_names_are_bounded_in_bytes(self, name: str) -> None:
+        spec = BY_NAME[name]
+        limit = spec.max_bytes
+        assert limit is not None
+        spec.check("é" * (limit // 2))
+        with pytest.raises(InvalidRequestError, match=rf"{name} is {limit + 2} bytes long; at most {limit} bytes"):
+            spec.check("é" * (limit // 2 + 1))
+
+    @pytest.mark.parametrize("value", ["x" * 10**6, b"x" * 10**6, list(range(10**5)), "\U0001f642" * 10**5])
+    def test_values_in_errors_are_cut(self, value: object) -> None:
+        assert len(shown(value)) < 150
+        assert shown(value).endswith(")")
+
+    def test_short_values_are_whole(self) -> None:
+        assert shown("it's") == '"it\'s"'
+        assert shown([1, "a"]) == "[1, 'a']"

@@ -21,6 +21,8 @@ from irminsul_backend.hub.json_files import read_config
 from irminsul_backend.protocol import GenerationRequest
 from irminsul_backend.request_spec import PROMPT_INPUTS, SAMPLING_INPUTS, SamplingParams
 from irminsul_backend.text import ChatTemplate, Encoded, Tokenizer
+from irminsul_backend.text.client_text import of_client, plain
+from irminsul_backend.text.library import TooManyTokensError
 from irminsul_backend.text.messages import parse_messages, parse_tools
 
 CUT_MARKER = "<|irminsul_cut|>"
@@ -72,6 +74,7 @@ class PromptPreparer:
                 f"{vocabulary} has ids up to {self.tokenizer.vocab_size - 1}, but vocab_size in "
                 f"{path} is {self.vocab_size}; the two files are of different models"
             )
+        self.tokenizer.least_tokens("")  # reads the whole vocabulary the first time
         self.template = ChatTemplate.load(config.model)
         self.sessions = SessionTable(config.session_ttl_s, clock)
 
@@ -116,16 +119,44 @@ class PromptPreparer:
         text = self._render(values) if "messages" in values else values.get("text_input") or ""
         if not text:
             raise InvalidRequestError(f"the prompt is empty ({given[0]}); it must hold at least one token")
-        prompt = self._encode(text, add_bos="text_input" in values)
-        text = text.replace(CUT_MARKER, "")
+        shown = plain(text).replace(CUT_MARKER, "")
+        self._check_least_tokens(shown)
+        prompt = self._encode(self._guarded(values, text), add_bos="text_input" in values)
         if not len(prompt.ids):
             raise InvalidRequestError(f"the prompt is empty: the tokenizer makes no token of this {given[0]}")
-        return prompt, text
+        return prompt, shown
+
+    def _guarded(self, values: RequestFields, text: str) -> str:
+        """Mark the client's characters in which no control token may be found; rendered messages come marked."""
+        raw = "text_input" in values
+        allowed = values.get("allow_special_tokens")
+        if allowed is None:
+            allowed = raw and not self._config.escape_special_tokens
+        if allowed:
+            return plain(text)
+        return of_client(text) if raw else text
+
+    def _check_least_tokens(self, text: str) -> None:
+        """Refuse a text that cannot fit, before it is tokenised."""
+        if len(text) > self.max_positions and (least := self.tokenizer.least_tokens(text)) >= self.max_positions:
+            raise self._too_long(least)
+
+    def _too_long(self, least: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"the prompt has at least {least} tokens; with one of an answer the model's limit is "
+            f"{self.max_positions}; shorten the prompt"
+        )
 
     def _encode(self, text: str, add_bos: bool) -> Encoded:
         """Encode a text; its edges are cut markers and, if the preset cuts there, the template's structure."""
         pieces = text.split(CUT_MARKER)
-        encoded = [self.tokenizer.encode(piece, add_bos=add_bos and i == 0) for i, piece in enumerate(pieces)]
+        most = self.max_positions - 1
+        try:
+            encoded = [
+                self.tokenizer.encode(piece, add_bos=add_bos and i == 0, most=most) for i, piece in enumerate(pieces)
+            ]
+        except TooManyTokensError as error:
+            raise self._too_long(error.count) from error
         ids = np.concatenate([e.ids for e in encoded]) if len(encoded) > 1 else encoded[0].ids
         marks = np.cumsum([len(e.ids) for e in encoded[:-1]]).astype(np.int32)
         return Encoded(ids, np.union1d(marks, self._structure(ids)).astype(np.int32))

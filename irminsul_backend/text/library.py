@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from irminsul_backend.text.splitting import AddedTokenSplitter
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than its caller can use."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"at least {count} tokens")
+        self.count = count
+        """Tokens that the text has at least."""
 
 
 class AddedText(NamedTuple):
@@ -35,7 +44,11 @@ class Library(Protocol):
     bos_ids: Sequence[int]
     """Ids that the library prepends to a text by default, where the model's settings do not decide."""
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
+    def vocabulary(self) -> Iterable[bytes] | None:
+        """Return the bytes of each token, or None where the tokens of a text need not cover all of its bytes."""
+        ...
+
+    def encode_pieces(self, pieces: Sequence[str], most: int | None = None) -> list[NDArray[np.int32]]:
         """Encode each piece alone, int32 [n]; added tokens in the text are recognised, none is added around it."""
         ...
 

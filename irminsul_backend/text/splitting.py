@@ -51,11 +51,49 @@ class AddedTokenSplitter:
         return pieces
 
 
+class ControlTokenGuard:
+    """Cuts a client's text inside whatever would be read as a control token, so that it stays text."""
+
+    def __init__(self, contents: Iterable[str]) -> None:
+        """contents: the control tokens; one of a single character cannot be cut and is left out."""
+        self._patterns = _start_patterns([content for content in contents if len(content) > 1])
+
+    def sections(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[str], int]:
+        """Split `text` so that no section holds a control token of which a character lies in `spans`.
+
+        Returns:
+            The sections, and the number of control tokens in them.
+        """
+        cuts, at, tokens, span = [0], 0, 0, 0
+        for start, end in _matches(self._patterns, text) if spans else ():
+            if start < at:
+                continue
+            while span < len(spans) and spans[span][1] <= start:
+                span += 1
+            if span == len(spans) or spans[span][0] >= end:
+                tokens, at = tokens + 1, end
+                continue
+            shorter = self._token_before(text, start, spans[span][0])
+            tokens += shorter is not None
+            at = start + 1 if shorter is None else shorter
+            cuts.append(at)
+        return [text[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(text)], strict=True)], tokens
+
+    def _token_before(self, text: str, start: int, limit: int) -> int | None:
+        """Return the end of the longest control token from `start` on that ends by `limit`."""
+        found = (pattern.match(text, start, max(start, limit)) for pattern in self._patterns)
+        return next((match.end(1) for match in found if match), None)
+
+
+def _matches(patterns: list[re.Pattern[str]], text: str) -> list[tuple[int, int]]:
+    """Find the longest match at each place where one begins; they may overlap."""
+    return sorted((m.start(), m.end(1)) for pattern in patterns for m in pattern.finditer(text))
+
+
 def _split_at(patterns: list[re.Pattern[str]], text: str) -> list[str]:
     """Split at the leftmost-longest matches, without overlap."""
-    matches = sorted((m.start(), m.end(1)) for pattern in patterns for m in pattern.finditer(text))
     pieces, done = [], 0
-    for start, end in matches:
+    for start, end in _matches(patterns, text):
         if start >= done:
             pieces += [text[done:start], text[start:end]]
             done = end

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from datetime import datetime
+import re
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from irminsul_backend.errors import InvalidRequestError, UnsupportedModelError
 from irminsul_backend.hub.json_files import read_optional_json
 from irminsul_backend.hub.template_files import read_templates, sorts_tool_keys
 from irminsul_backend.hub.tokenizer_files import special_tokens
+from irminsul_backend.text.client_text import mark, of_client
+from irminsul_backend.text.template_environment import TemplateEnvironment
+
+MAX_REASON = 400
+"""Characters of a template's own error that are passed on; it may repeat a message."""
+_WORD = re.compile(r"[\w.-]+")
 
 
 class ChatTemplate:
@@ -37,7 +38,7 @@ class ChatTemplate:
         """
         self._tokens = tokens or {}
         self._sort_tool_keys = sort_tool_keys
-        environment = _environment()
+        environment = TemplateEnvironment()
         self._templates = {}
         for name, source in templates.items():
             try:
@@ -57,7 +58,7 @@ class ChatTemplate:
         return cls(read_templates(folder), special_tokens(config), sorts_tool_keys(folder, config))
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        """Render the prompt, up to where the assistant's reply begins.
+        """Render the prompt, up to where the assistant's reply begins; a `ClientText` where it holds the client's.
 
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages; the message says why.
@@ -70,13 +71,15 @@ class ChatTemplate:
         try:
             return template.render(
                 **self._tokens,
-                messages=[_with_reasoning(message) for message in messages],
-                tools=_sorted_keys(tools) if self._sort_tool_keys else tools,
+                messages=[_marked(_with_reasoning(message)) for message in messages],
+                tools=mark(_sorted_keys(tools) if self._sort_tool_keys else tools),
                 documents=None,
                 add_generation_prompt=True,
             )
         except Exception as error:  # a template is a program: with unusual messages it may fail in any way
-            raise InvalidRequestError(f"the model's chat template cannot render these messages: {error}") from error
+            raise InvalidRequestError(
+                f"the model's chat template cannot render these messages: {_short(str(error))}"
+            ) from error
 
     @property
     def _lacking(self) -> str:
@@ -91,6 +94,16 @@ def _sorted_keys(value: Any) -> Any:
     return [_sorted_keys(item) for item in value] if isinstance(value, list) else value
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}… ({len(text)} characters)"
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """Mark what the client wrote. Templates put a role's name into a token; a word alone can be no other token."""
+    role = message["role"]
+    return {**mark(message), "role": role if _WORD.fullmatch(role) else of_client(role)}
+
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -98,39 +111,3 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Copy an assistant's reasoning, sent under any of the usual names, to the names that templates read."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-class _Generation(Extension):
-    """``{% generation %}`` marks the assistant's text for training; rendering passes it through."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared so by the base class)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        next(parser.stream)
-        # in a scope of its own: variables set inside are not visible after it
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON; Jinja's own filter escapes HTML and sorts keys, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

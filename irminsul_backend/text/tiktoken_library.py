@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from irminsul_backend.errors import UnsupportedModelError
 from irminsul_backend.hub.tokenizer_files import added_tokens, named_tokens, read_ranks
-from irminsul_backend.text.library import AddedText
+from irminsul_backend.text.library import AddedText, TooManyTokensError
 from irminsul_backend.text.splitting import AddedTokenSplitter
 
 FILE_NAME = "tiktoken.model"
@@ -95,8 +95,18 @@ class TiktokenLibrary:
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{path}: {error}") from error
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
-        return [self._encode(piece) for piece in pieces]
+    def vocabulary(self) -> Iterable[bytes]:
+        return [*self._ranks, *(token.content.encode() for token in self.added.values())]
+
+    def encode_pieces(self, pieces: Sequence[str], most: int | None = None) -> list[NDArray[np.int32]]:
+        found: list[NDArray[np.int32]] = []
+        count = 0
+        for piece in pieces:
+            found.append(self._encode(piece))
+            count += len(found[-1])
+            if most is not None and count > most:
+                raise TooManyTokensError(count)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")

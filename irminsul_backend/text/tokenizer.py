@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from irminsul_backend.errors import InvalidRequestError
 from irminsul_backend.hub.tokenizer_files import read_end_ids, read_tokenizer_config, token_text
 from irminsul_backend.text import tiktoken_library, tokenizers_library
-from irminsul_backend.text.library import Library
+from irminsul_backend.text.client_text import client_spans, plain
+from irminsul_backend.text.library import AddedText, Library
 from irminsul_backend.text.memo import SegmentMemo
+from irminsul_backend.text.splitting import ControlTokenGuard
+from irminsul_backend.text.token_bound import byte_weights, least_tokens
 
 MEMO_BYTES = 1 << 26
 """Default size of the cache of tokenised pieces, in bytes: about 60 different prompts of 100k tokens."""
@@ -34,9 +39,9 @@ class Tokenizer:
     in the cache. The ids are always those of the library for the whole text; where they would depend on what surrounds
     a piece, texts are not split.
 
-    Added tokens are recognised anywhere in a text, so a user who writes one into a message gets that token: the
-    rendered prompt is tokenised as a whole, as published servers do it. A gateway that must prevent this has to refuse
-    such text before it arrives here.
+    Added tokens are recognised anywhere in a plain str. In a `ClientText` no control token is made of characters that
+    the client sent: what is written like one is tokenised as text. Control tokens are the special ones and those that
+    are written like a tag, `<…>` or `[…]`: models use some of these for roles without calling them special.
     """
 
     def __init__(
@@ -54,6 +59,10 @@ class Tokenizer:
         self._singles = {text: np.array([self.token_id(text)], np.int32) for text in library.splitter.tokens}
         self._is_edge = np.zeros(self.vocab_size + 1, dtype=bool)
         self._is_edge[[i for i, token in library.added.items() if token.content.strip()]] = True
+        control = {i: token.content for i, token in library.added.items() if _is_control(token)}
+        self._guard = ControlTokenGuard(control.values())
+        self._is_control = np.zeros(self.vocab_size + 1, dtype=bool)
+        self._is_control[list(control)] = True
         self.bos_ids = self._find_bos(config)
         """Ids prepended to a plain-text prompt, int32 [0 or more]; a chat template writes its own."""
         eos = self.token_id(token_text(config.get("eos_token")) or "")
@@ -77,14 +86,20 @@ class Tokenizer:
         kind = tiktoken_library.TiktokenLibrary if tiktoken else tokenizers_library.TokenizersLibrary
         return cls(kind.load(folder, config), config, end_ids, memo_bytes)
 
-    def encode(self, text: str, *, add_bos: bool = False) -> Encoded:
+    def encode(self, text: str, *, add_bos: bool = False, most: int | None = None) -> Encoded:
         """Tokenise; the ids are those of the library's encode of the whole text without special tokens added.
 
         Args:
             text: no lone surrogates.
             add_bos: prepend `bos_ids`, unless the text itself begins with them.
+            most: tokens that the caller has room for; a text that has more may be given up early.
+
+        Raises:
+            TooManyTokensError: the text has more than `most` tokens; not raised for all such texts.
+            InvalidRequestError: a client's text cannot be kept from being read as a control token.
         """
-        pieces = self._library.splitter.split(text)
+        sections, allowed = self._guard.sections(plain(text), client_spans(text))
+        pieces = [piece for section in sections for piece in self._library.splitter.split(section)]
         found: dict[str, NDArray[np.int32]] = {}
         missing: list[str] = []
         for piece in dict.fromkeys(pieces):
@@ -94,14 +109,28 @@ class Tokenizer:
                 missing.append(piece)
             else:
                 found[piece] = ids
-        for piece, ids in zip(missing, self._library.encode_pieces(missing), strict=True):
+        for piece, ids in zip(missing, self._library.encode_pieces(missing, most), strict=True):
             found[piece] = ids
             self._memo.put(piece, ids)
         parts = [found[piece] for piece in pieces]
         ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        if client_spans(text) and np.count_nonzero(self._is_control.take(ids, mode="clip")) > allowed:
+            # A normalizer can turn other characters into those of a token.
+            raise InvalidRequestError(
+                "the prompt holds text that this model's tokenizer reads as a control token however it is cut; "
+                "leave it out, or allow it with allow_special_tokens"
+            )
         if add_bos and not np.array_equal(ids[: len(self.bos_ids)], self.bos_ids):
             ids = np.concatenate((self.bos_ids, ids))
         return Encoded(ids, self.edges(ids))
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` (no lone surrogates) has at least; 0 where nothing can be told."""
+        return least_tokens(text.encode(), self._byte_weights)
+
+    @cached_property
+    def _byte_weights(self) -> NDArray[np.float64]:
+        return byte_weights(self._library.vocabulary() or ())
 
     def edges(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the offsets of added tokens that are not only space. int32 [n] -> int32 [k]."""
@@ -132,3 +161,7 @@ class Tokenizer:
             return np.array(self._library.bos_ids, np.int32)
         bos = self.token_id(token_text(config.get("bos_token")) or "")
         return np.array([bos] if wanted and bos is not None else [], np.int32)
+
+
+def _is_control(token: AddedText) -> bool:
+    return token.special or (token.content.startswith(("<", "[")) and token.content.endswith((">", "]")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from irminsul_backend.errors import UnsupportedModelError
 from irminsul_backend.hub.json_files import read_text
 from irminsul_backend.hub.tokenizer_files import FLAGS, added_tokens
-from irminsul_backend.text.library import AddedText
+from irminsul_backend.text.library import AddedText, TooManyTokensError
 from irminsul_backend.text.splitting import AddedTokenSplitter
+from irminsul_backend.text.token_bound import keeps_all_bytes
 
 FILE_NAME = "tokenizer.json"
 
@@ -42,6 +43,7 @@ class TokenizersLibrary:
         self.splitter = AddedTokenSplitter.of_definition(parsed)
         self.is_byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         self.bos_ids: Sequence[int] = self._prefix()
+        self._keeps_all_bytes = self.is_byte_level and keeps_all_bytes(parsed)
         self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -55,8 +57,17 @@ class TokenizersLibrary:
         except Exception as error:  # the package raises plain Exception
             raise UnsupportedModelError(f"{folder / FILE_NAME} is not understood: {error}") from error
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[NDArray[np.int32]]:
+    def vocabulary(self) -> Iterable[bytes] | None:
+        if not self._keeps_all_bytes:
+            return None
+        tokens = self._library.get_vocab(with_added_tokens=False)
+        return [*map(_byte_level_bytes, tokens), *(token.content.encode() for token in self.added.values())]
+
+    def encode_pieces(self, pieces: Sequence[str], most: int | None = None) -> list[NDArray[np.int32]]:
         encodings = self._library.encode_batch_fast(pieces, add_special_tokens=False)
+        # The package tokenises beside other threads, but half a million ids keep them waiting while they are copied.
+        if most is not None and (count := sum(map(len, encodings))) > most:
+            raise TooManyTokensError(count)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from irminsul_backend.errors import InvalidRequestError, IrminsulError
+from irminsul_backend.errors import InvalidRequestError, IrminsulError, UnavailableError
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.frontend.work_queue import WorkQueue
 from irminsul_backend.logs import about
@@ -131,7 +131,7 @@ class ChunkerModel:
 
     def finalize(self) -> None:
         for preparation in self._queue.close():
-            self._outbox.put((preparation.sender, IrminsulError("the server is shutting down")))
+            self._outbox.put((preparation.sender, UnavailableError("the server is shutting down")))
         self._outbox.put(None)
         self._sender.join(timeout=2)
         if self._metrics is not None:

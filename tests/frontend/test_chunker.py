@@ -19,6 +19,7 @@ from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.errors import InvalidRequestError, ServerStartError, SessionError, UnsupportedModelError
 from irminsul_backend.frontend.chunker import CUT_MARKER, Prepared, PromptPreparer
 from irminsul_backend.protocol import GenerationRequest
+from irminsul_backend.text.client_text import plain
 
 LIMIT = 500
 """max_position_embeddings of the model in these tests."""
@@ -61,11 +62,49 @@ class TestPrompt:
         assert len(got.chunk_ends) == len(got.fingerprints)
         assert got.chunk_ends[-1] == len(got.token_ids)
 
-    def test_messages_are_rendered_and_tokenised_as_a_whole(self, preparer: PromptPreparer) -> None:
+    def test_special_tokens_in_messages_and_tools_are_text_unless_allowed(self, preparer: PromptPreparer) -> None:
         messages = [{"role": "user", "content": "print <|end|> please"}]
+        fields = {"messages": json.dumps(messages).encode(), "tools": b'[{"name": "<|system|>", "<|end|>": 1}]'}
+        end, system = (preparer.tokenizer.token_id(text) for text in ("<|end|>", "<|system|>"))
+        ids = one_shot(preparer, **fields).token_ids
+        assert not {end, system} & set(ids.tolist())
+        assert preparer.tokenizer.decode(ids).endswith("print <|end|> please")
+        assert '"<|end|>": 1' in preparer.tokenizer.decode(ids)
+        allowed = one_shot(preparer, allow_special_tokens=True, **fields).token_ids.tolist()
+        assert (allowed.count(end), allowed.count(system)) == (2, 1)
+        refused = one_shot(preparer, allow_special_tokens=False, **fields).token_ids
+        assert refused.tolist() == ids.tolist()
+
+    def test_messages_without_special_tokens_are_tokenised_as_a_whole(self, preparer: PromptPreparer) -> None:
+        messages = [{"role": "user", "content": "print <| end |> please"}, {"role": "tool", "content": "> |>"}]
         got = one_shot(preparer, messages=json.dumps(messages).encode())
-        text = preparer.template.render(messages)
+        text = plain(preparer.template.render(messages))
         assert got.token_ids.tolist() == preparer.tokenizer.encode(text).ids.tolist()
+
+    @pytest.mark.parametrize("setting", [False, True])
+    @pytest.mark.parametrize("allowed", [None, False, True])
+    def test_special_tokens_in_a_plain_text(self, folder: Path, setting: bool, allowed: bool | None) -> None:
+        preparer = PromptPreparer(ServerConfig(model=str(folder), escape_special_tokens=setting))
+        given = {} if allowed is None else {"allow_special_tokens": allowed}
+        ids = one_shot(preparer, text_input=f"a<|end|>{CUT_MARKER}<|e{CUT_MARKER}nd|>b".encode(), **given).token_ids
+        count = ids.tolist().count(preparer.tokenizer.token_id("<|end|>"))
+        assert count == int(not setting if allowed is None else allowed)
+
+    def test_a_text_with_too_many_tokens_is_given_up(self, folder: Path) -> None:
+        """More than its bytes alone tell."""
+        preparer = PromptPreparer(ServerConfig(model=str(folder)))
+        text = "a7 " * (LIMIT // 2)
+        assert preparer.tokenizer.least_tokens(text) < LIMIT < len(preparer.tokenizer.encode(text + "x").ids)
+        with pytest.raises(InvalidRequestError, match=r"at least 50\d tokens; .* the model's limit is 500"):
+            one_shot(preparer, text_input=text.encode())
+
+    def test_a_text_that_cannot_fit_is_not_tokenised(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        preparer = PromptPreparer(ServerConfig(model=str(folder)))
+        monkeypatch.setattr(preparer.tokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
+        text = "the agent reads. " * 200_000
+        for fields in ({"text_input": text.encode()}, {"messages": chat(text)}):
+            with pytest.raises(InvalidRequestError, match=r"at least \d+ tokens; .* the model's limit is 500"):
+                one_shot(preparer, **fields)
 
     def test_tools_reach_the_template(self, preparer: PromptPreparer) -> None:
         tools = [{"type": "function", "function": {"name": "find_flight"}}]

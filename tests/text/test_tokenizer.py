@@ -95,7 +95,7 @@ class TestEncode:
         seen: list[str] = []
         encode = tokenizer._library.encode_pieces
 
-        def counting(pieces: list[str]) -> Any:
+        def counting(pieces: list[str], most: int | None = None) -> Any:
             seen.extend(pieces)
             return encode(pieces)
 

@@ -42,6 +42,10 @@ BAD = {
     "text not UTF-8": ({"text_input": b"ab\xff"}, ["UTF-8"]),
     "stop word not UTF-8": ({"text_input": "a", "stop_words": [b"\xff"]}, ["UTF-8", "stop_words"]),
     "10 MB of text": ({"text_input": "x" * 10_000_000}, ["10000000 bytes", "4194304"]),
+    "10 MB of a choice": ({"text_input": "a", "reuse": "z" * 10_000_000}, ["reuse is 'zzz", "10000000 characters"]),
+    "a long salt": ({"text_input": "a", "cache_salt": "y" * 257}, ["cache_salt is 257 bytes", "at most 256"]),
+    "a long key": ({"text_input": "a", "cancel_key": "y" * 129}, ["cancel_key is 129 bytes", "at most 128"]),
+    "a long text": ({"text_input": "word " * 800_000}, ["at least", "tokens", "65536"]),
     "session id over 128 bytes": ({"text_input": "a", "session": "y" * 129}, ["128"]),
 }
 GOOD = {"text_input": "a good request that keeps running", "max_tokens": 60, "ignore_eos": True, "stream": True}
