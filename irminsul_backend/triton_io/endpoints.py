@@ -172,7 +172,10 @@ class Client:
         with self._lock:
             if self._done:
                 return
-            self._retired.ask(self._sender)
+            try:
+                self._retired.ask(self._sender)
+            except Exception:
+                logger.exception("could not ask whether a client is still there")
             self._done = True
             tensors = response.output_tensors()
             self._sender.send(response, flags=FINAL)

@@ -237,6 +237,15 @@ class TestClientsThatGoAway:
         assert set(ensemble.stopped) == {"goes"}
         until(lambda: "could not ask whether a client is still there" in caplog.text)
 
+    def test_a_client_that_cannot_be_asked_about_gets_its_answer(
+        self, endpoints: Any, backend_utils: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        sender = backend_utils.InferenceResponseSender()
+        sender.cancel_failures = [RuntimeError("no such request")]
+        endpoints.Client(sender, endpoints.RetiredResponses()).finish(backend_utils.InferenceResponse([]))
+        assert len(sender.wait()) == 1
+        assert "no such request" in caplog.text
+
     def test_a_key_in_use_stays_with_the_request_that_runs(self, ask: Any, ensemble: Ensemble, generating: Any) -> None:
         first = ask(text_input="x", cancel_key="k")
         until(lambda: len(ensemble.inputs) == 1)
