@@ -27,7 +27,9 @@ from irminsul_backend.protocol import EngineSnapshot, EventKind, FinishReason
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 10.0
-"""Seconds between two integrity checks of an idle engine, at least: a check delays a new request by milliseconds."""
+"""Seconds from one integrity check of the cache by an idle engine to the next."""
+CHECK_EVERY_STEPS = 100
+"""A busy engine does a part of the check, about a millisecond, after so many steps."""
 COUNTERS = (
     "steps", "exact_tokens", "shifted_tokens", "computed_tokens", "generated_tokens", "finished_stop",
     "finished_length", "finished_cancelled", "failed", "timeouts", "undeliverable", "preemptions", "distrusted",
@@ -107,13 +109,25 @@ class EngineCore:
         except Exception as error:
             self._recover("an engine step", error)
         self.faults.step_ended(self._progress, self.faults.count > faults)
+        if self._counters["steps"] % CHECK_EVERY_STEPS == 0:
+            self._check_part()
 
-    def check_when_due(self) -> None:
-        """Check the cache if the last time is long enough ago; for an idle engine."""
-        if time.monotonic() > self.next_check:
-            if self._integrity():
-                self._start_afresh()
-            self.next_check = time.monotonic() + CHECK_EVERY_S
+    def check_while(self, is_idle: Callable[[], bool]) -> None:
+        """Check the cache part by part while the engine is idle, if the last time is long enough ago."""
+        ended = time.monotonic() < self.next_check
+        while not ended and is_idle():
+            ended = self._check_part()
+            if ended:
+                self.next_check = time.monotonic() + CHECK_EVERY_S
+
+    def _check_part(self) -> bool:
+        """Check a part of the cache; returns whether a pass over everything has ended. What is wrong starts afresh."""
+        try:
+            return self.cache.check_some()
+        except AssertionError as error:
+            self.faults.record("the cache's integrity check", error)
+            self._start_afresh()
+            return True
 
     def status(self) -> dict[str, Any]:
         return {
@@ -122,7 +136,7 @@ class EngineCore:
             "counters": self._all_counters(),
             "waiting": self.scheduler.num_waiting,
             "running": len(self.scheduler.running),
-            "integrity": self._integrity() or "ok",
+            "integrity": self._integrity(),
         }
 
     def snapshot(self) -> EngineSnapshot:
@@ -145,7 +159,7 @@ class EngineCore:
         except AssertionError as error:
             self.faults.log("the cache's integrity check", error)
             return str(error)
-        return ""
+        return "ok"
 
     def _recover(self, what: str, error: Exception) -> None:
         """End the request on whose behalf an exception was raised, or all running ones, and distrust the cache."""

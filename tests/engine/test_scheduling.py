@@ -142,7 +142,8 @@ class TestFairness:
     def test_priority_first(self, harness, text: Text) -> None:
         served, order = harness("one", max_running=1), Order()
         for i, priority in enumerate((0, 0, 5, -5, 9)):
-            served.submit(text(30), max_tokens=10, priority=priority, on_event=order.watch(f"{priority} {i}"))
+            name = f"{priority} {i}"
+            served.submit(text(30), max_tokens=10, priority=priority, session="s", on_event=order.watch(name))
         order.release(5)
         assert order.ended == ["9 4", "5 2", "0 0", "0 1", "-5 3"]
 
@@ -164,7 +165,7 @@ class TestFairness:
         assert order.ended[0] == "short"
 
     def test_prompts_go_on_however_many_decode(self, harness, text: Text) -> None:
-        """More sequences decode than a step has tokens for: a prompt is computed all the same, and all of them go on."""
+        """More sequences decode than a step has tokens for: a prompt is computed all the same, and all go on."""
         served = harness("one", max_batch_tokens=16, max_running=64)
         talkers = [served.submit(text(4), max_tokens=3000) for _ in range(20)]
         for one in talkers:
