@@ -1,13 +1,15 @@
-# make demo | test | loadtest | bench | kernels | train | generate | lint | clean
+# make demo | test | soak | loadtest | bench | kernels | train | generate | lint | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # of the load test
 USERS ?= 8
 SECONDS ?= 30
+# of the soak test, such as --only listed kills --scale 0.1
+SOAK ?=
 STAMP := $(VENV)/.irminsul-setup
 
-.PHONY: setup demo test loadtest bench kernels train generate lint clean
+.PHONY: setup demo test soak loadtest bench kernels train generate lint clean
 
 setup: $(STAMP)
 
@@ -29,6 +31,10 @@ demo: setup
 
 test: lint
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+# real servers under load, faults and hostile requests: one table, in under 30 minutes on two cores
+soak: setup
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m irminsul_backend.benchmarks.soak $(SOAK)
 
 loadtest: setup
 	@$(BIN)/python -m irminsul_backend.triton_io.server.with_server \

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tritonclient.grpc import InferenceServerClient, InferInput
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.triton_io.sealing import SECRET_VARIABLE, new_secret, seal
 from irminsul_backend.triton_io.server.launcher import Server, running_server
 from irminsul_backend.triton_io.tensors import CONTROL_INPUT, REQUEST_INPUTS, SESSION_INPUTS, to_array
+
+settings.register_profile("irminsul", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("irminsul")  # a busy machine is no failure
 
 pytest_plugins = ["fake_ensemble", "interpreter_process", "one_layer_model"]
 

@@ -164,6 +164,7 @@ class InferenceRequest:
 class Metric:
     def __init__(self) -> None:
         self.value = 0.0
+        self.observations: list[float] = []
 
     def increment(self, value: float, /) -> None:
         assert value >= 0, "a counter does not go down"
@@ -172,18 +173,22 @@ class Metric:
     def set(self, value: float, /) -> None:
         self.value = value
 
+    def observe(self, value: float, /) -> None:
+        self.observations.append(value)
+
 
 metrics: dict[str, Metric] = {}
 """Every metric, by its name with labels, as in Prometheus' text format."""
 
 
 class MetricFamily:
-    COUNTER, GAUGE = "counter", "gauge"
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
     def __init__(self, *, name: str, description: str, kind: str) -> None:
-        self._name = name
+        self._name, self._kind = name, kind
 
-    def Metric(self, labels: dict[str, str] | None = None) -> Metric:
+    def Metric(self, labels: dict[str, str] | None = None, buckets: list[float] | None = None) -> Metric:
+        assert (buckets is not None) == (self._kind == self.HISTOGRAM), "a histogram has buckets, nothing else has"
         text = ",".join(f'{name}="{value}"' for name, value in (labels or {}).items())
         return metrics.setdefault(f"{self._name}{{{text}}}" if text else self._name, Metric())
 

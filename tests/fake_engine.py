@@ -41,10 +41,10 @@ class FakeEngine:
         self.stopped: list[tuple[str, str]] = []
         self.refusal: Exception | None = None
         self.status: Callable[[], dict[str, Any]] = lambda: {"integrity": "ok"}
-        self.used = 0
+        self.state = EngineSnapshot(cache={"used": 0, "capacity": 64})
 
     def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(cache={"used": self.used, "capacity": 64})
+        return self.state
 
     def submit(self, request: GenerationRequest, ids: Any, ends: Any, prints: Any, on_event: Any) -> None:
         if request.key == "refused":

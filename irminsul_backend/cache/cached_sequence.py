@@ -38,6 +38,8 @@ class CachedSequence:
     gram: int = 0
     """Number of ids that a fingerprint covers, up to its chunk's end; 0 = the whole chunk (``Preset.gram``)."""
     length: int = 0
+    alive: bool = True
+    """Whether the cache holds it, running or idle."""
     running: bool = True
     leaves_donor: bool = True
     """False once its namespace is forgotten: its rows are not indexed, and end with it."""

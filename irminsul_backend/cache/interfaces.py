@@ -49,6 +49,10 @@ class Pool(ABC):
     def release(self, slots: np.ndarray) -> int:
         """Drop one reference per entry of int32 `slots`; returns how many slots became free."""
 
+    @abstractmethod
+    def check_free(self) -> None:
+        """Raise AssertionError if the free slots are not those without a reference; looks at all of them."""
+
 
 class Index(ABC):
     """Maps content to the donors that hold it. Of a sequence it modifies only the record of what is published.
@@ -69,15 +73,25 @@ class Index(ABC):
 
     @abstractmethod
     def forget(self, sequence: CachedSequence) -> None:
-        """Remove every entry that names the sequence."""
+        """Remove every entry that names the sequence; what others hold as well is then found in them."""
 
     @abstractmethod
     def content(self, namespace: str) -> Mapping[int, Place]:
-        """Return the place of each known fingerprint of the namespace; read-only, valid until publish or forget."""
+        """Return the latest place of each known fingerprint; read-only, valid until publish or forget."""
 
     @abstractmethod
-    def find_prefix(self, namespace: str, token_ids: np.ndarray) -> CachedSequence | None:
-        """Return the donor that holds the longest known prefix of int32 `token_ids` [n], or None."""
+    def find_prefix(self, namespace: str, token_ids: np.ndarray) -> list[CachedSequence]:
+        """Return the donors of the longest known prefix of int32 `token_ids` [n].
+
+        They are that of the longest one whose rows are exact and, where an approximate one is longer, that of this one.
+        """
+
+    @abstractmethod
+    def check(self, sequence: CachedSequence, start: int, end: int) -> None:
+        """Raise AssertionError if an entry that the sequence has for positions in [start, end) is not found.
+
+        Whichever way its entries are spread, those of ranges that together are the whole sequence are all of them.
+        """
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[str, CachedSequence, int]]:

@@ -58,7 +58,7 @@ def plan(
     segments: list[Segment] = []
     if policy.takes_prefix:  # the lookup hashes the prompt as far as it is known
         known = registry.find_prefix(namespace, token_ids)
-        length, donor = _longest_prefix(token_ids[:last], [*also_try, *([known] if known else [])], policy)
+        length, donor = _longest_prefix(token_ids[:last], list(dict.fromkeys((*also_try, *known))), policy)
         if donor is not None:
             segments.append(Segment(0, length, donor, 0, True))
     if policy.takes_content:

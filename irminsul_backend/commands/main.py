@@ -1,13 +1,13 @@
-"""The `irminsul` command: serve, inspect, demo, analyze, eval, generate and replay."""
+"""The `irminsul` command: serve, top, inspect, demo, analyze, eval, top, generate and replay."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from irminsul_client import IrminsulClientError
 from irminsul_client.cli import add_generate
@@ -17,30 +17,12 @@ from irminsul_traffic.traces import TraceError
 from irminsul_backend import __version__
 from irminsul_backend.commands import analyze as analysis_command
 from irminsul_backend.commands import eval as evaluation_command
-from irminsul_backend.config import ServerConfig
+from irminsul_backend.commands import top as top_command
+from irminsul_backend.config import SETTINGS, ServerConfig
 from irminsul_backend.errors import IrminsulError
 
-SETTINGS = {
-    "model": ("DIR", "Hugging Face model folder (default: the small model that ships with Irminsul)"),
-    "preset": ("NAME", "how prompts are cut into chunks: default or paper (default: {default})"),
-    "device": ("NAME", "auto, cpu, cuda or cuda:N (default: {default})"),
-    "dtype": ("NAME", "type of weights and cache: auto, float32, bfloat16 or float16 (default: {default})"),
-    "capacity_tokens": ("N", "most tokens in the KV cache; 0 = sized to the memory (default: {default})"),
-    "gpu_memory_fraction": ("SHARE", "share of the GPU's memory for weights and cache (default: {default})"),
-    "max_batch_tokens": ("N", "most tokens in one forward pass (default: {default})"),
-    "max_running": ("N", "most requests computed at once (default: {default})"),
-    "max_waiting": ("N", "most requests that wait; more are refused (default: {default})"),
-    "max_waiting_per_namespace": ("N", "most of them in one cache namespace (default: {default})"),
-    "step_target_ms": (
-        "MS",
-        "longest time between two tokens while prompts are computed; 0 = by device (default: {default})",
-    ),
-    "max_text_bytes": ("N", "largest prompt text, in bytes (default: {default})"),
-    "stream_interval_ms": ("MS", "least time between two responses of a stream; 0 = none (default: {default})"),
-    "session_ttl_s": ("SECONDS", "time after which an idle session is forgotten (default: {default})"),
-    "threads": ("N", "CPU threads of the engine; 0 = one per core (default: {default})"),
-}
-"""Settings that are flags of `serve`, with metavar and help. Each is also the environment variable IRMINSUL_<NAME>."""
+if TYPE_CHECKING:
+    from irminsul_backend.triton_io.server.launcher import Server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparsers.add_parser(
             "serve",
             help="start the server",
-            description="Start a Triton server and run it until SIGINT, SIGTERM or SIGHUP. Each setting may also be "
-            "given as the environment variable IRMINSUL_<NAME>; the flag takes precedence.",
+            description="Start a Triton server and run it until SIGINT, SIGTERM or SIGHUP. At the first one running "
+            "requests finish, at the second it ends at once. Each setting may also be given as the environment "
+            "variable IRMINSUL_<NAME>; the flag takes precedence.",
         )
     )
     _add_inspect(subparsers.add_parser("inspect", help="what a model folder holds and whether it can be served"))
@@ -68,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     evaluation_command.add_arguments(
         subparsers.add_parser("eval", help="what reuse does to answers, and rotation to a row's precision")
+    )
+    top_command.add_arguments(
+        subparsers.add_parser("top", help="watch a running server", description="What a running server does.")
     )
     add_generate(subparsers)
     add_replay(subparsers)
@@ -82,24 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    from irminsul_backend.triton_io.server.launcher import LOCALHOST, PORTS
+    from irminsul_backend.triton_io.server.addresses import LOCALHOST, PORTS
 
-    for name, (metavar, text) in SETTINGS.items():
-        default = next(f.default for f in fields(ServerConfig) if f.name == name)
-        flag, help_text = "--" + name.replace("_", "-"), text.format(default=default)
-        parser.add_argument(flag, type=type(default), metavar=metavar, help=help_text)
-    parser.add_argument(
-        "--require-cache-salt",
-        action="store_true",
-        default=None,
-        help="let a request without a cache_salt reuse the rows of its own session only",
-    )
-    parser.add_argument(
-        "--escape-special-tokens",
-        action="store_true",
-        default=None,
-        help="read special tokens in text_input as text, as in messages, unless the request allows them",
-    )
+    defaults = ServerConfig()
+    for name, setting in SETTINGS.items():
+        flag, default = "--" + name.replace("_", "-"), getattr(defaults, name)
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true", default=None, help=setting.doc)
+        elif setting.metavar:
+            zero = f"; 0 = {setting.zero}" if setting.zero else ""
+            told = "" if name == "model" else f" (default: {default}{zero})"
+            parser.add_argument(flag, type=type(default), metavar=setting.metavar, help=setting.doc + told)
     parser.add_argument("--host", default=LOCALHOST, help=f"address to listen on (default: {LOCALHOST})")
     for name, port in PORTS.items():
         parser.add_argument(
@@ -115,14 +94,23 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Run a server until it is told to stop by SIGINT, SIGTERM or SIGHUP."""
-    from irminsul_backend.triton_io.server.launcher import MODEL, PORTS, Ports, raise_interrupt, start_server
+    """Run a server until it is told to stop by SIGINT, SIGTERM or SIGHUP.
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, raise_interrupt)
-    names = [*SETTINGS, "require_cache_salt", "escape_special_tokens"]
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    config = replace(ServerConfig.from_env(), log_level="INFO" if args.verbose else "WARNING", **given)
+    Returns 0 if it was told and every request came to its end, 3 if requests had to be cut off, 1 if the server could
+    not start or ended by itself.
+    """
+    from irminsul_backend.triton_io.server.addresses import PORTS, Ports
+    from irminsul_backend.triton_io.server.launcher import (
+        MODEL,
+        last_words,
+        raise_interrupt_twice,
+        set_handlers,
+        start_server,
+    )
+
+    set_handlers(raise_interrupt_twice)
+    given = {name: value for name in SETTINGS if (value := getattr(args, name, None)) is not None}
+    config = ServerConfig.from_env(given={**given, "log_level": "INFO" if args.verbose else "WARNING"})
     ports = Ports.from_env(**PORTS)
     ports = replace(ports, **{n: value for n in PORTS if (value := getattr(args, f"{n}_port")) is not None})
     server = None
@@ -132,13 +120,29 @@ def serve(args: argparse.Namespace) -> int:
         urls = ", ".join(f"{n} {server.host}:{getattr(server.ports, n)}" for n in PORTS)
         print(f"{MODEL} ready: model {name}, {urls}", flush=True)
         code = server.wait()
-        print(f"irminsul: the server ended by itself with exit code {code}", file=sys.stderr)
+        server.stop()
+        why = last_words(server.log) or "it left no message"
+        print(f"irminsul: the server ended by itself with exit code {code}: {why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 0
+        return 0 if server is None else _end(server, config.drain_s)
     finally:
         if server is not None:
             server.stop()
+
+
+def _end(server: Server, drain_s: float) -> int:
+    """Let running requests finish; a second signal ends them."""
+    from irminsul_backend.triton_io.server.supervisor import CUT_OFF_CODE
+
+    try:
+        if server.drain(drain_s):
+            return 0
+        limit = f"drain_s is {drain_s:g}"
+    except KeyboardInterrupt:
+        limit = "at the second signal"
+    print(f"irminsul: running requests were cut off ({limit})", file=sys.stderr)
+    return CUT_OFF_CODE
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

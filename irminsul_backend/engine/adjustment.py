@@ -136,4 +136,5 @@ def _repeated(logits: Tensor, penalty: Tensor) -> Tensor:
 
 def _placed(rows: np.ndarray, ids: Sequence[np.ndarray]) -> np.ndarray:
     """int64: places in all rows put one after another, of the ids in each of them."""
-    return np.concatenate([_NONE, *ids]) + np.repeat(rows, [len(i) for i in ids])
+    places: np.ndarray = np.concatenate([_NONE, *ids]) + np.repeat(rows, [len(i) for i in ids])
+    return places

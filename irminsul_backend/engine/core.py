@@ -21,12 +21,15 @@ from irminsul_backend.engine.running_sequence import RunningSequence
 from irminsul_backend.engine.sampler import sample, sample_on_device
 from irminsul_backend.engine.scheduler import Scheduler
 from irminsul_backend.engine.token_budget import TokenBudget
+from irminsul_backend.logs import about
 from irminsul_backend.protocol import EngineSnapshot, EventKind, FinishReason
 
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 10.0
-"""Seconds between two integrity checks of an idle engine, at least: a check delays a new request by milliseconds."""
+"""Seconds from one integrity check of the cache by an idle engine to the next."""
+CHECK_EVERY_STEPS = 100
+"""A busy engine does a part of the check, about a millisecond, after so many steps."""
 COUNTERS = (
     "steps", "exact_tokens", "shifted_tokens", "computed_tokens", "generated_tokens", "finished_stop",
     "finished_length", "finished_cancelled", "failed", "timeouts", "undeliverable", "preemptions", "distrusted",
@@ -106,13 +109,25 @@ class EngineCore:
         except Exception as error:
             self._recover("an engine step", error)
         self.faults.step_ended(self._progress, self.faults.count > faults)
+        if self._counters["steps"] % CHECK_EVERY_STEPS == 0:
+            self._check_part()
 
-    def check_when_due(self) -> None:
-        """Check the cache if the last time is long enough ago; for an idle engine."""
-        if time.monotonic() > self.next_check:
-            if self._integrity():
-                self._start_afresh()
-            self.next_check = time.monotonic() + CHECK_EVERY_S
+    def check_while(self, is_idle: Callable[[], bool]) -> None:
+        """Check the cache part by part while the engine is idle, if the last time is long enough ago."""
+        ended = time.monotonic() < self.next_check
+        while not ended and is_idle():
+            ended = self._check_part()
+            if ended:
+                self.next_check = time.monotonic() + CHECK_EVERY_S
+
+    def _check_part(self) -> bool:
+        """Check a part of the cache; returns whether a pass over everything has ended. What is wrong starts afresh."""
+        try:
+            return self.cache.check_some()
+        except AssertionError as error:
+            self.faults.record("the cache's integrity check", error)
+            self._start_afresh()
+            return True
 
     def status(self) -> dict[str, Any]:
         return {
@@ -121,7 +136,7 @@ class EngineCore:
             "counters": self._all_counters(),
             "waiting": self.scheduler.num_waiting,
             "running": len(self.scheduler.running),
-            "integrity": self._integrity() or "ok",
+            "integrity": self._integrity(),
         }
 
     def snapshot(self) -> EngineSnapshot:
@@ -144,15 +159,22 @@ class EngineCore:
         except AssertionError as error:
             self.faults.log("the cache's integrity check", error)
             return str(error)
-        return ""
+        return "ok"
 
     def _recover(self, what: str, error: Exception) -> None:
         """End the request on whose behalf an exception was raised, or all running ones, and distrust the cache."""
-        culprit, running = self.scheduler.current, list(self.scheduler.running)
-        message = f"internal error: {self.faults.record(what, error)}"
+        culprit = self.scheduler.current
+        failed = list(self.scheduler.running) if culprit is None else [culprit]
+        message = f"internal error: {self._record(what, error, *failed)}"
         self._start_afresh()
-        for sequence in running if culprit is None else [culprit]:
+        for sequence in failed:
             self._fail(sequence, message)
+
+    def _record(self, what: str, error: Exception, *sequences: RunningSequence) -> str:
+        """Count a fault and log it with the requests that it concerns; returns its description."""
+        session_id = sequences[0].request.session_id if len(sequences) == 1 else ""
+        with about(*(s.request.key for s in sequences), session_id=session_id):
+            return self.faults.record(what, error)
 
     def _start_afresh(self) -> None:
         """Give up every cached row; running requests wait, to be computed again."""
@@ -211,7 +233,7 @@ class EngineCore:
         try:
             return batch, self.runner.forward([piece for _, piece in batch], self.cache.pool.base)
         except Exception as error:
-            description = self.faults.record("a forward pass", error)
+            description = self._record("a forward pass", error, *(sequence for sequence, _ in batch))
             if len(batch) == 1 or self.faults.fatal:
                 for sequence, _ in batch:
                     self._fail(sequence, f"forward pass failed: {description}")
@@ -222,7 +244,7 @@ class EngineCore:
                 logits = self.runner.forward([piece], self.cache.pool.base)
                 rows.append(logits.clone())
             except Exception as error:
-                self._fail(sequence, f"forward pass failed: {self.faults.record('a forward pass', error)}")
+                self._fail(sequence, f"forward pass failed: {self._record('a forward pass', error, sequence)}")
             else:
                 computed.append((sequence, piece))
         return computed, torch.cat(rows) if rows else torch.empty(0)
@@ -275,7 +297,7 @@ class EngineCore:
         try:
             tokens, scores = sample(logits, [s.sampler for s in ready], any(s.request.return_log_probs for s in ready))
         except Exception as error:
-            description = self.faults.record("sampling", error)
+            description = self._record("sampling", error, *ready)
             if len(ready) == 1:
                 self._fail(ready[0], f"sampling failed: {description}")
                 return
@@ -311,7 +333,8 @@ class EngineCore:
                 sequence, "the model's logits are not finite (NaN or infinite); nothing was reused to blame for it"
             )
             return
-        log.error("non-finite logits after reuse: recomputing %d tokens", sequence.cached.sequence.prompt_length)
+        with about(sequence.request.key, session_id=sequence.request.session_id):
+            log.error("non-finite logits after reuse: recomputing %d tokens", sequence.cached.sequence.prompt_length)
         self._progress = True
         self._counters["distrusted"] += 1
         for donor in {s.donor for s in segments}:
@@ -328,7 +351,9 @@ class EngineCore:
             return True
         except Exception as error:
             self._counters["undeliverable"] += 1
-            self._end(sequence, "error", error=f"an event was not delivered: {self.faults.record('an event', error)}")
+            self._end(
+                sequence, "error", error=f"an event was not delivered: {self._record('an event', error, sequence)}"
+            )
             return False
 
     def _finish(self, sequence: RunningSequence, reason: FinishReason, **last: Any) -> None:
@@ -363,4 +388,5 @@ class EngineCore:
             sequence.emit(kind, **last)
         except Exception as error:
             self._counters["undeliverable"] += 1
-            self.faults.log("the last event", error)
+            with about(key):
+                self.faults.log("the last event", error)

@@ -229,8 +229,8 @@ class Engine:
     def _take_inbox(self) -> None:
         """Do what other threads asked for; if there is nothing else to do, wait for it."""
         idle = self._core.is_idle
-        if idle and self._inbox.empty():
-            self._core.check_when_due()
+        if idle:
+            self._core.check_while(self._inbox.empty)
         try:
             while True:
                 self._core.run(self._inbox.get(block=idle))

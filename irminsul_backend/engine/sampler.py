@@ -1,4 +1,4 @@
-"""Choosing the next token: temperature, top-k, top-p, min-p, one random stream per request."""
+"""Sampling: temperature, top-k, top-p and min-p, with one random stream per request."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Sampler:
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
         self.adjustment = Adjustment(request, prompt_ids, vocab_size)
         self.is_plain = not request.return_log_probs
-        """Whether :func:`sample_on_device` can serve the request, always or never; :func:`sample` draws the same."""
+        """Whether :func:`sample_on_device` serves the request. Fixed; :func:`sample` draws the same tokens."""
 
     def accept(self, token: int) -> None:
-        """The token is part of the answer from here on."""
+        """Record a generated token, for penalties, bad words and the next draw."""
         self.generated.append(token)
         self.adjustment.accept(token)
 

@@ -39,7 +39,9 @@ class Scheduler:
         self._preset = preset
         self._max_running = max_running
         self._waiting: FairQueue[RunningSequence] = FairQueue()
-        self._blocked = False  # the next in turn finds no room, and nothing that could change it has happened
+        # Until something ends: who found no room, though it was their turn, and whether all must wait.
+        self._blocked: set[RunningSequence] = set()
+        self._is_full = False
         self._steps = 0
 
     @property
@@ -52,7 +54,7 @@ class Scheduler:
         self._wait(sequence)
         namespaces = {s.flow[0] for s in self.running}
         if sequence.flow[0] not in namespaces or any(s.priority < sequence.priority for s in self.running):
-            self._blocked = False
+            self._reconsider()
 
     def remove(self, sequence: RunningSequence) -> None:
         """Forget a request, whose rows the cache has taken back."""
@@ -61,14 +63,14 @@ class Scheduler:
         else:
             self.running.remove(sequence)
         self._waiting.leave(sequence)
-        self._blocked = False
+        self._reconsider()
 
     def requeue(self, sequence: RunningSequence) -> None:
         """Let a running sequence wait again, before the others of its session; the cache has taken its rows back."""
         self.running.remove(sequence)
         sequence.admission = None
         self._wait(sequence, front=True)
-        self._blocked = False
+        self._reconsider()
 
     def charge(self, sequence: RunningSequence, tokens: int) -> None:
         """Count computed tokens against the share of the request's namespace and session."""
@@ -84,7 +86,7 @@ class Scheduler:
                 raise RuntimeError("the pool has no slot for the only running sequence")
             victim = max(self.running, key=lambda s: s.rank)
             self._preempt(victim)
-            self._blocked = True  # or the next in turn would take what has just become free
+            self._is_full = True  # or the next in turn would take what has just become free
             if victim is sequence:
                 return False
         return True
@@ -121,13 +123,20 @@ class Scheduler:
         return [(sequence, piece) for sequence, admission, piece in batch if sequence.admission is admission]
 
     def _next_in_turn(self) -> RunningSequence | None:
-        return None if self._blocked else next(self._waiting.heads(), None)
+        """Return who is to run next; None if that one has to wait, so nobody passes it."""
+        head = None if self._is_full else next(self._waiting.heads(), None)
+        return None if head in self._blocked else head
+
+    def _reconsider(self) -> None:
+        """Something has happened that may have made room."""
+        self._blocked.clear()
+        self._is_full = False
 
     def _admit_short(self, budget: int) -> list[RunningSequence]:
         """Admit waiting requests whose prompts fit the budget whole."""
         admitted: list[RunningSequence] = []
         for head in list(islice(self._waiting.heads(), MOST_HEADS)):
-            if self._blocked or len(self.running) >= self._max_running:
+            if self._blocked or self._is_full or len(self.running) >= self._max_running:
                 break
             if len(head.prompt.token_ids) + len(head.sampler.generated) <= budget and self._admit(head):
                 admitted.append(head)
@@ -138,7 +147,7 @@ class Scheduler:
         """Let a waiting request run; False, and nothing more is admitted for now, if there is no room."""
         self.current = sequence
         if len(self.running) >= self._max_running and not self._make_room(sequence):
-            self._blocked = True
+            self._blocked.add(sequence)
             return False
         prompt, request = sequence.prompt_to_admit(self._preset), sequence.request
         while True:
@@ -154,7 +163,7 @@ class Scheduler:
             if not self.running:
                 raise RuntimeError("the empty pool has no room for a request that fits it")
             if not self._make_room(sequence):
-                self._blocked = True
+                self._blocked.add(sequence)
                 return False
         self._stop_waiting(sequence)
         self.running.append(sequence)

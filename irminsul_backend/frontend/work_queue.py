@@ -71,17 +71,19 @@ class WorkQueue(Generic[T]):
         """Queue an item of `size` bytes and return at once; without a lane it waits for no other item.
 
         Raises:
-            OverloadedError: too much waits already, or the queue is closed; the message has both figures.
+            OverloadedError: too much waits already; the message has both figures.
+            UnavailableError: the queue is closed.
         """
         with self._ready:
             if self._closing:
                 raise UnavailableError("the server is shutting down; send the request to another one")
             # An item that is alone always fits: how large one may be is limited elsewhere.
             if self._items >= MAX_ITEMS or (self._items and self._bytes + size > self._max_bytes):
+                seconds = 1 + self._bytes // BYTES_PER_SECOND
                 raise OverloadedError(
                     f"{self._items} prompts of {self._bytes} bytes wait to be tokenised; at most {MAX_ITEMS} and "
-                    f"{self._max_bytes} bytes may; send the request again in "
-                    f"{1 + self._bytes // BYTES_PER_SECOND} s"
+                    f"{self._max_bytes} bytes may; send the request again in {seconds} s",
+                    retry_after_s=seconds,
                 )
             self._bytes, self._items = self._bytes + size, self._items + 1
             rank = time.monotonic() * BYTES_PER_SECOND + size

@@ -17,6 +17,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from irminsul_backend.errors import InvalidRequestError, IrminsulError
+from irminsul_backend.logs import about
 from irminsul_backend.triton_io.steps import FINAL, Stopper, refuse
 from irminsul_backend.triton_io.tensors import (
     REQUEST_INPUTS,
@@ -75,7 +76,8 @@ class UnaryEndpoint:
         except Exception as error:
             if client.key:
                 self._stopper.stop(client.key)  # the ensemble may still be answering
-            response = refuse(error)
+            with about(*([client.key] if client.key else [])):
+                response = refuse(error)
         self._end(client, response)
 
     def _end(self, client: Client, response: pb_utils.InferenceResponse) -> None:

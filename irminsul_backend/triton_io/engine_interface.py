@@ -14,9 +14,6 @@ from irminsul_backend.protocol import EngineSnapshot, Event, FinishReason, Gener
 class EngineInterface(Protocol):
     """A running engine; :class:`irminsul_backend.engine.Engine` is one. Each method may be called from any thread."""
 
-    def snapshot(self) -> EngineSnapshot:
-        """The state after the last step, as an object that never changes; at once."""
-
     def submit(
         self,
         request: GenerationRequest,
@@ -40,15 +37,28 @@ class EngineInterface(Protocol):
     def status(self) -> dict[str, Any]:
         """Statistics as JSON values. Waits for the step that is running; raises TimeoutError if that takes too long."""
 
+    def snapshot(self) -> EngineSnapshot:
+        """The engine's state after its last step, as numbers that never change. Waits for nothing."""
+
     def close(self) -> None:
         """End every request with an error, and the engine."""
 
 
+class RejectionMetrics(Protocol):
+    """Where requests are counted that are refused before the engine."""
+
+    def count(self, error: Exception) -> None:
+        """Count a refused request. Returns at once."""
+
+    def close(self) -> None:
+        """Give the metrics back, before the stub ends."""
+
+
 class MetricsInterface(Protocol):
-    """Where ended requests are counted."""
+    """Where tokens are timed and ended requests counted."""
 
     def count(self, event: Event) -> None:
-        """Count the request that this `finished` or `error` event ended."""
+        """Take note of an event that is about to be sent. Returns at once."""
 
     def close(self) -> None:
         """Give the metrics back, before the stub ends."""

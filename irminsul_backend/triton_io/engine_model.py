@@ -17,6 +17,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from irminsul_backend.logs import about
 from irminsul_backend.protocol import Event, FinishReason, GenerationRequest
 from irminsul_backend.triton_io.engine_interface import EngineInterface, MetricsInterface
 from irminsul_backend.triton_io.events import Outgoing, hold_back, merge, pack_event
@@ -37,7 +38,7 @@ class EngineModel:
         """Start the sending thread.
 
         Args:
-            metrics: told of every `finished` or `error` event, before that is sent.
+            metrics: told of every event before that is sent.
             interval_s: least time between two responses with tokens of one request.
         """
         self._engine = engine
@@ -149,8 +150,7 @@ class EngineModel:
     def _send(self, outgoing: Outgoing, event: Event) -> None:
         """Send an event. If that fails the request ends, here, in the engine and for its client."""
         outgoing.ended = event.kind in ("finished", "error")
-        if outgoing.ended:
-            self._count(event)
+        self._count(event)
         event = replace(event, index=outgoing.sent)
         outgoing.sent += 1
         if event.kind == "tokens":
@@ -159,7 +159,8 @@ class EngineModel:
         try:
             send(outgoing.sender, respond(EVENT_TENSORS, seal(EVENT_TENSORS, values)), final=outgoing.ended)
         except Exception as error:
-            logger.exception("an event of request %r was not sent", event.key[:64])
+            with about(event.key):
+                logger.exception("an event was not sent")
             outgoing.ended = True
             self._engine.stop(event.key)
             with contextlib.suppress(Exception):  # after a FINAL that failed nothing more can be sent
@@ -169,4 +170,4 @@ class EngineModel:
         try:
             self._metrics.count(event)
         except Exception:
-            logger.exception("an ended request was not counted")  # its client must still get the last response
+            logger.exception("an event was not counted")  # the client must still get it

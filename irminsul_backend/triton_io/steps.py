@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from irminsul_backend.config import ServerConfig
-from irminsul_backend.errors import InvalidRequestError, IrminsulError
+from irminsul_backend.errors import InvalidRequestError, IrminsulError, UnavailableError
 from irminsul_backend.frontend.replies import TranscriptTable
 from irminsul_backend.frontend.work_queue import WorkQueue
+from irminsul_backend.logs import about
 from irminsul_backend.protocol import Event, FinishReason
 from irminsul_backend.triton_io.events import unpack_event
 from irminsul_backend.triton_io.sealing import seal, unseal
@@ -35,6 +35,7 @@ from irminsul_backend.triton_io.tensors import (
 if TYPE_CHECKING:
     from irminsul_backend.frontend.chunker import Prepared, PromptPreparer
     from irminsul_backend.frontend.sessions import SessionId
+    from irminsul_backend.triton_io.engine_interface import RejectionMetrics
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 START = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
@@ -42,11 +43,6 @@ END = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 LARGE_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
-
-
-def set_up_logging(config: ServerConfig) -> None:
-    """Send this process's log to stderr, which the server's log collects."""
-    logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
 
 
 def respond(specs: Iterable[TensorSpec], values: dict[str, Any]) -> pb_utils.InferenceResponse:
@@ -113,8 +109,11 @@ class ChunkerModel:
     session are prepared and sent in order. One thread makes and sends every response.
     """
 
-    def __init__(self, preparer: PromptPreparer, max_waiting_bytes: int = 1 << 26) -> None:
+    def __init__(
+        self, preparer: PromptPreparer, max_waiting_bytes: int = 1 << 26, metrics: RejectionMetrics | None = None
+    ) -> None:
         self._preparer = preparer
+        self._metrics = metrics
         self._queue = WorkQueue(self._prepare, max_waiting_bytes)
         self._outbox: queue.SimpleQueue[tuple[pb_utils.InferenceResponseSender, Prepared | Exception] | None] = (
             queue.SimpleQueue()
@@ -132,9 +131,11 @@ class ChunkerModel:
 
     def finalize(self) -> None:
         for preparation in self._queue.close():
-            self._outbox.put((preparation.sender, IrminsulError("the server is shutting down")))
+            self._outbox.put((preparation.sender, UnavailableError("the server is shutting down")))
         self._outbox.put(None)
         self._sender.join(timeout=2)
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _submit(self, request: pb_utils.InferenceRequest, sender: pb_utils.InferenceResponseSender) -> None:
         session, start, end = _session(request)
@@ -168,6 +169,8 @@ class ChunkerModel:
 
     def _send(self, sender: pb_utils.InferenceResponseSender, result: Prepared | Exception) -> None:
         try:
+            if isinstance(result, Exception) and self._metrics is not None:
+                self._metrics.count(result)
             response = refuse(result) if isinstance(result, Exception) else _plan(result)
         except Exception as error:
             response = refuse(error)
@@ -239,7 +242,8 @@ class DetokenizerModel:
             reply, why = self._table.feed(event, sender.is_cancelled)
             response = None if reply is None else respond(RESPONSE_OUTPUTS, vars(reply))
         except Exception as error:
-            response, why = refuse(error), "cancelled"
+            with about(*([event.key] if event else [])):
+                response, why = refuse(error), "cancelled"
         if not finish(sender, response):
             why = "cancelled"
         if why and event is not None and event.kind not in ("finished", "error"):
@@ -265,10 +269,11 @@ class Stopper:
 
     def _run(self) -> None:
         while (item := self._keys.get()) is not None:
-            try:
-                _tell_engine({"stop": item[0], "reason": item[1]})
-            except Exception:
-                logger.exception("stop was not sent")
+            with about(item[0]):
+                try:
+                    _tell_engine({"stop": item[0], "reason": item[1]})
+                except Exception:
+                    logger.exception("stop was not sent")
 
 
 def _tell_engine(command: dict[str, Any]) -> None:
@@ -285,4 +290,4 @@ def _tell_engine(command: dict[str, Any]) -> None:
     )
     for response in request.exec(decoupled=True):
         if error := response.error():
-            logger.error("the engine refused %s: %s", command, error.message())
+            logger.error("the engine refused a stop: %s", error.message())

@@ -243,6 +243,56 @@ def test_forgetting_leaves_nothing() -> None:
     assert len(registry) == 0
 
 
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2), (1, 2, 0)])
+def test_what_others_hold_is_found_when_a_copy_goes(order: tuple[int, ...]) -> None:
+    """Three sequences hold the same text, twice at another place: each is found whole while it is the only one left."""
+    rng = np.random.default_rng(6)
+    text = rng.integers(0, 5000, 1000).astype(np.int32)
+    registry = Registry()
+    holders = [donor(registry, text, "default")]
+    holders += [donor(registry, np.concatenate((rng.integers(5000, 6000, 50), text)).astype(np.int32), "default")]
+    holders += [donor(registry, text.copy(), "default")]
+    entries = len(registry)
+    moved = np.concatenate((rng.integers(5000, 6000, 70), text, [1])).astype(np.int32)
+    left = list(holders)
+    for i in order:
+        (segment,) = planned(registry, moved, "default")
+        assert segment.donor in left and segment.end - segment.start >= 1000 - SINK_TOKENS
+        check([segment], moved)
+        prefix = planned(registry, np.append(text, 1).astype(np.int32), "default", "exact")
+        whole = [h for h in left if h is not holders[1]]
+        assert bool(prefix) == bool(whole), "a prefix is where its holders are"
+        assert not prefix or (prefix[0].donor in whole and prefix[0].end == 1000)
+        registry.forget(holders[i])
+        left.remove(holders[i])
+    assert entries > 0 and len(registry) == 0
+
+
+def test_an_exact_prefix_is_found_beside_a_longer_approximate_one() -> None:
+    rng = np.random.default_rng(7)
+    ids = rng.integers(0, 5000, 600).astype(np.int32)
+    registry = Registry()
+    exact = donor(registry, ids[:320], "default")
+    longer = CachedSequence(
+        NAMESPACE,
+        "",
+        ids,
+        np.arange(600, dtype=np.int32),
+        np.repeat([0, 1], [160, 440]).astype(np.int16),
+        np.array([600], np.int32),
+        np.array([1], np.uint64),
+        length=600,
+    )
+    registry.publish(longer)
+    prompt = np.append(ids, 1).astype(np.int32)
+    (by_exact,), (by_content,) = planned(registry, prompt, "default", "exact"), planned(registry, prompt, "default")
+    assert (by_exact.donor, by_exact.end) == (exact, 320)
+    assert (by_content.donor, by_content.end) == (longer, 600)
+    registry.forget(exact)
+    (by_exact,) = planned(registry, prompt, "default", "exact")
+    assert (by_exact.donor, by_exact.end) == (longer, 160)
+
+
 def test_every_policy_that_a_request_may_name_exists() -> None:
     assert tuple(POLICIES) == REUSE_POLICIES
     assert all(policy.name == name for name, policy in POLICIES.items())

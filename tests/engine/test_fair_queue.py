@@ -55,7 +55,7 @@ def test_one_small_request_does_not_wait_for_a_thousand() -> None:
 
 def test_sessions_of_a_namespace_take_turns() -> None:
     queue = Queue()
-    for i in range(100):
+    for _ in range(100):
         queue.add("n", "chatty", cost=50)
     quiet = queue.add("n", "quiet")
     assert quiet in [queue.serve() for _ in range(2)]
@@ -97,7 +97,7 @@ def test_a_flood_of_new_sessions_does_not_starve_an_old_one() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_everything_is_served_once_and_nothing_is_left(data: st.DataObject) -> None:
-    """Random joins, turns, preemptions and cancels: order within a session holds, and the books are empty at the end."""
+    """Random joins, turns, preemptions and cancels: order within a session holds, no account is left."""
     queue = Queue()
     waiting: list[Item] = []
     running: list[Item] = []

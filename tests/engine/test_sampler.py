@@ -200,6 +200,10 @@ class TestAgainstFloat64:
         found = {t for t, share in enumerate(frequencies(logits, 500, **params).tolist()) if share}
         assert found == right
 
+    def test_top_p_ends_where_it_is_reached_exactly(self) -> None:
+        found = frequencies(torch.zeros(VOCAB), 200, temperature=1.0, top_p=0.25)
+        assert found.nonzero().flatten().tolist() == [0, 1, 2], "3 of 12 equal tokens, lowest ids first"
+
     def test_when_every_token_is_a_bad_word(self) -> None:
         one = sampler(bad_words=[[t] for t in range(VOCAB)], temperature=1.0, top_k=3, seed=1)
         assert sample(torch.zeros(1, VOCAB), [one], False)[0] == [0]

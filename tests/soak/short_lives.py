@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 
 from irminsul_backend.config import ServerConfig
-from irminsul_backend.triton_io.server.launcher import Ports, start_server
+from irminsul_backend.triton_io.server.addresses import Ports
+from irminsul_backend.triton_io.server.launcher import start_server
 from soak import lock_check, traffic
 
 

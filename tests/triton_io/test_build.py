@@ -53,6 +53,7 @@ def test_a_prompt_goes_through_all_three_steps(load: Any, make_request: Any, bac
     outputs = backend_utils.outputs(reply)
     assert (outputs["finish_reason"], len(outputs["output_ids"])) == ("length", 3)
     assert json.loads(outputs["usage"])["completion_tokens"] == 3
+    engine.finalize()  # it publishes what has been counted
     assert backend_utils.metrics['irminsul_requests_total{outcome="length"}'].value == 1
     assert backend_utils.metrics['irminsul_cache_slots{state="capacity"}'].value == 256
 

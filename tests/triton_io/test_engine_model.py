@@ -75,7 +75,8 @@ class TestEngine:
         assert [p for event in events for p in event["log_probs"]] == [-0.5] * 3
         assert events[-1]["kind"] == "finished"
         assert events[-1]["usage"]["prompt_tokens"] == 9
-        assert [event.kind for event in metrics.counted] == ["finished"]
+        assert metrics.counted[-1].kind == "finished"
+        assert [i for event in metrics.counted for i in event.token_ids] == [1, 2, 3]
 
     def test_an_error_event_ends_the_request_too(self, ask: Any, engine: FakeEngine) -> None:
         sender = ask(**plan())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.request
 from typing import Any
 
 import numpy as np
 import pytest
+
+from irminsul_backend.triton_io.metric_table import METRICS
 
 pytestmark = pytest.mark.server
 
@@ -141,6 +144,7 @@ class TestReuse:
 class TestMetrics:
     def test_counters_follow_the_requests(self, server: Any, stream: Any) -> None:
         def read() -> dict[str, float]:
+            time.sleep(1.5)  # two publications
             with urllib.request.urlopen(server.metrics_url) as page:
                 found = re.findall(r"^(irminsul_\S+) (\S+)$", page.read().decode(), re.MULTILINE)
             return {name: float(value) for name, value in found}
@@ -160,3 +164,21 @@ class TestMetrics:
         assert read()[stopped] - before[stopped] == 1
         slots = [after[f'irminsul_cache_slots{{state="{state}"}}'] for state in ("used", "capacity")]
         assert 0 < slots[0] <= slots[1]
+
+    def test_a_scrape_is_valid_and_names_nobody(self, server: Any, stream: Any) -> None:
+        stream.ask(text_input="Pharaoh", session="sphinx", max_tokens=3, ignore_eos=True, cache_salt="obelisk")
+        stream.ask(text_input="Pharaoh", max_tokens=3, cancel_key="papyrus", stream=True, ignore_eos=True)
+        time.sleep(1.5)  # two publications
+        with urllib.request.urlopen(server.metrics_url) as page:
+            text = page.read().decode()
+        lines = [line for line in text.splitlines() if "irminsul_" in line and "nv_" not in line]
+        kinds = dict(re.findall(r"^# TYPE (irminsul_\w+) (\w+)$", "\n".join(lines), re.MULTILINE))
+        assert kinds == {spec.name: spec.kind for spec in METRICS}
+        samples = [line for line in lines if not line.startswith("#")]
+        assert len(samples) == len({line.rpartition(" ")[0] for line in samples}), "no series is there twice"
+        assert all(re.fullmatch(r'irminsul_\w+(\{\w+="[^"\\]*"\})? [0-9.e+-]+', line) for line in samples)
+        for name in (spec.name for spec in METRICS if spec.kind == "histogram"):
+            buckets = [float(line.split()[1]) for line in samples if line.startswith(f"{name}_bucket")]
+            count = next(float(line.split()[1]) for line in samples if line.startswith(f"{name}_count"))
+            assert buckets == sorted(buckets) and buckets[-1] == count > 0, name
+        assert not any(word in text for word in ("Pharaoh", "sphinx", "obelisk", "papyrus"))

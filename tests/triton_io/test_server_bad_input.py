@@ -122,3 +122,14 @@ def test_a_packet_that_a_client_made_up_is_refused(model: str, server: Server) -
         client.start_stream(lambda result, error: results.put(error))
         client.async_stream_infer(model, inputs)
         assert "does not come from this server" in str(results.get(timeout=10))
+
+
+def test_a_special_token_in_a_message_is_text_unless_allowed(stream: Any) -> None:
+    """As text it takes more tokens than the one that it is when it is allowed."""
+    messages = json.dumps([{"role": "user", "content": "a<|user|>b"}])
+
+    def tokens(**inputs: Any) -> int:
+        answer = stream.ask(messages=messages, max_tokens=1, **inputs)
+        return int(json.loads(answer.responses[-1]["usage"])["prompt_tokens"])
+
+    assert tokens() == tokens(allow_special_tokens=False) > tokens(allow_special_tokens=True)

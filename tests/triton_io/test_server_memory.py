@@ -8,7 +8,8 @@ import pytest
 from soak import lock_check, traffic
 
 from irminsul_backend.config import ServerConfig
-from irminsul_backend.triton_io.server.launcher import Ports, start_server
+from irminsul_backend.triton_io.server.addresses import Ports
+from irminsul_backend.triton_io.server.launcher import start_server
 
 pytestmark = pytest.mark.server
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FakeEngine, finished, opened, sealed_event, sealed_packet, tokens
+from fake_engine import finished, opened, sealed_event, sealed_packet, tokens
 
 from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import InvalidRequestError
@@ -335,33 +333,3 @@ class TestDetokenizer:
         model.finalize()
         assert [command["stop"] for command in told] == [key, "next"]
         assert words in caplog.text
-
-
-class TestMetrics:
-    def test_ended_requests_and_the_pool(self, border: Any, backend_utils: ModuleType) -> None:
-        engine = FakeEngine()
-        metrics = border("metrics").EngineMetrics(engine)
-        values = {name: metric.value for name, metric in backend_utils.metrics.items()}
-        assert values.pop('irminsul_cache_slots{state="capacity"}') == 64
-        assert set(values.values()) == {0.0}, "all are there from the start"
-        engine.used = 7
-        for event in (finished(), Event("b", 0, "error", error="x"), Event("c", 0, "finished")):
-            metrics.count(event)
-        values = {name: metric.value for name, metric in backend_utils.metrics.items() if metric.value}
-        assert values == {
-            'irminsul_prompt_tokens_total{source="exact"}': 1,
-            'irminsul_prompt_tokens_total{source="shifted"}': 2,
-            'irminsul_prompt_tokens_total{source="computed"}': 6,
-            "irminsul_generated_tokens_total": 4,
-            'irminsul_requests_total{outcome="length"}': 1,
-            'irminsul_requests_total{outcome="error"}': 1,
-            'irminsul_requests_total{outcome="stop"}': 1,
-            'irminsul_cache_slots{state="used"}': 7,
-            'irminsul_cache_slots{state="capacity"}': 64,
-        }
-
-    def test_metrics_are_given_back_while_the_stub_lives(self, border: Any) -> None:
-        metrics = border("metrics").EngineMetrics(FakeEngine())
-        family = weakref.ref(next(iter(metrics._families.values())))
-        metrics.close()
-        assert family() is None

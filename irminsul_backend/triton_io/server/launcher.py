@@ -7,47 +7,44 @@ import http.client
 import math
 import os
 import re
+import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from irminsul_backend.config import MAX_SESSION_TTL_S, ServerConfig
+from irminsul_backend.config import ServerConfig
 from irminsul_backend.errors import ServerStartError
 from irminsul_backend.triton_io.sealing import SECRET_VARIABLE, new_secret
+from irminsul_backend.triton_io.server.addresses import (
+    LOCALHOST,
+    PORTS,
+    Ports,
+    choose_ports,
+    is_listening,
+    resolve_host,
+)
 from irminsul_backend.triton_io.server.installation import (
     Installation,
     check_installation,
     environment,
     find_installation,
 )
-from irminsul_backend.triton_io.server.supervisor import EXIT_TIMEOUT_SECONDS, PATIENCE_SECONDS
+from irminsul_backend.triton_io.server.leftovers import remove_leftovers
+from irminsul_backend.triton_io.server.supervisor import CUT_OFF_CODE, PATIENCE_SECONDS
 
 MODEL = "irminsul"
-LOCALHOST = "127.0.0.1"
-PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
-"""Triton's usual ports. IRMINSUL_HTTP_PORT, IRMINSUL_GRPC_PORT and IRMINSUL_METRICS_PORT name others."""
-LEAST_VALUES = {
-    "capacity_tokens": 0,
-    "max_batch_tokens": 1,
-    "max_running": 1,
-    "max_waiting": 1,
-    "max_waiting_per_namespace": 1,
-    "step_target_ms": 0,
-    "max_text_bytes": 1,
-    "threads": 0,
-    "stream_interval_ms": 0,
-}
-LEAST_CAPACITY = 64
-"""Fewest slots of a KV pool whose size is given: one short question and its answer take as many."""
+RESTRICTED_APIS = "shared-memory,model-repository,statistics,trace,logging"
+"""Triton's APIs that no request needs: they reach into the server's memory and files, or show what others do."""
+PROGRESS_SECONDS = 15
+HTTP_SECONDS = 30
+"""How long after gRPC, which Triton opens first, HTTP may take to be ready."""
 LOG_LINES = 400
 NOISE = (
     "pinned_memory_manager",
@@ -58,27 +55,6 @@ NOISE = (
     "The previous sequence did not end before this sequence start",
 )
 """What the server logs as warnings and errors on a machine without a GPU, and on a second START (clients are told)."""
-
-
-@dataclass(frozen=True)
-class Ports:
-    """0 means any free one."""
-
-    http: int = 0
-    grpc: int = 0
-    metrics: int = 0
-
-    @classmethod
-    def from_env(cls, **defaults: int) -> Ports:
-        """The ports named by IRMINSUL_HTTP_PORT and so on; what is unset comes from `defaults`, or is 0."""
-        values = {}
-        for name in PORTS:
-            variable = f"IRMINSUL_{name.upper()}_PORT"
-            text = os.environ.get(variable, "")
-            if text and not text.isdecimal():
-                raise ServerStartError(f"{variable}={text!r} is not a port number (0 = any free one)")
-            values[name] = int(text) if text else defaults.get(name, 0)
-        return cls(**values)
 
 
 class Server:
@@ -118,20 +94,47 @@ class Server:
         finally:
             connection.close()
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Raises ServerStartError with what the server said if it ends, or is not ready in time."""
-        deadline = time.monotonic() + timeout_s
+    def wait_ready(self, timeout_s: float, http_timeout_s: float = HTTP_SECONDS) -> None:
+        """Raises ServerStartError with what the server said if it ends, or is not ready in time.
+
+        Args:
+            http_timeout_s: how long after gRPC HTTP may take; Triton opens both once all models are loaded.
+        """
+        start = time.monotonic()
+        deadline, progress, loaded = start + timeout_s, start + PROGRESS_SECONDS, False
         while not self.is_ready():
+            now = time.monotonic()
             if self.process.poll() is not None:
                 self._reader.join(timeout=2)
                 raise ServerStartError(f"the server did not start: {explain(self.log)}")
-            if time.monotonic() > deadline:
-                raise ServerStartError(f"the server was not ready after {timeout_s:.0f} s: {explain(self.log)}")
+            if not loaded and is_listening(self.host, self.ports.grpc):
+                loaded, deadline = True, min(deadline, now + http_timeout_s)
+            if now > deadline:
+                what = f"answers on gRPC port {self.ports.grpc} but " if loaded else ""
+                raise ServerStartError(
+                    f"the server {what}is not ready at {self.http_url} after {now - start:.0f} s: {explain(self.log)}"
+                )
+            if now > progress:
+                progress += PROGRESS_SECONDS
+                print(f"irminsul: starting, {now - start:.0f} s so far; the model is loading", file=sys.stderr)
             time.sleep(0.05)
 
     def wait(self) -> int:
         """Block until the server ends; returns its exit code."""
         return self.process.wait()
+
+    def drain(self, seconds: float) -> bool:
+        """Let running requests finish, for `seconds` at most, while new ones are refused; then end the server.
+
+        The server is not ready from the start on. Returns whether every request came to its end. An exception, such as
+        KeyboardInterrupt, leaves the server as it is: call :meth:`stop` after it, which ends it at once.
+        """
+        self._stopping = True
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.write(f"drain {seconds} {self.host} {self.ports.http}\n")
+                self.process.stdin.flush()
+        return self.process.wait() != CUT_OFF_CODE
 
     def stop(self) -> None:
         """End the server and wait until its processes, ports and shared memory are gone. Safe to call again."""
@@ -145,6 +148,7 @@ class Server:
             self.process.kill()
             self.process.wait()
         self._reader.join(timeout=2)
+        remove_leftovers()  # the supervisor may have been killed
 
     def _read_log(self) -> None:
         assert self.process.stdout is not None
@@ -158,9 +162,20 @@ class Server:
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
     """A signal handler: what Ctrl-C does, once; nothing may interrupt the cleaning up."""
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)
+    set_handlers(signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def raise_interrupt_twice(number: int, frame: FrameType | None) -> None:
+    """A signal handler for who drains at the first signal and ends at once at the second."""
+    set_handlers(raise_interrupt)
+    raise KeyboardInterrupt
+
+
+def set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    """Set the handler of the signals that ask this process to end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handler)
 
 
 def find_model_repository() -> Path:
@@ -188,50 +203,13 @@ def check_config(config: ServerConfig) -> None:
     from irminsul_backend.model import load_config
     from irminsul_backend.text import ChatTemplate, Tokenizer
 
+    config.check()
     if config.preset not in PRESETS:
-        raise ServerStartError(f"preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ServerStartError(f"{field.name} is {value}; it must be a finite number")
-    for name, least in LEAST_VALUES.items():
-        if getattr(config, name) < least:
-            raise ServerStartError(f"{name} is {getattr(config, name)}; it must be at least {least}")
-    if 0 < config.capacity_tokens < LEAST_CAPACITY:
-        raise ServerStartError(
-            f"capacity_tokens is {config.capacity_tokens}; it must be at least {LEAST_CAPACITY}, or 0 (automatic)"
-        )
+        raise ServerStartError(f"preset is {config.preset[:80]!r}; it must be one of {', '.join(PRESETS)}")
     resolve_device(config)
-    if not 0 < config.session_ttl_s <= MAX_SESSION_TTL_S:
-        raise ServerStartError(
-            f"session_ttl_s is {config.session_ttl_s}; it must be over 0, at most {MAX_SESSION_TTL_S}"
-        )
     load_config(config.model)
     Tokenizer.load(config.model)
     ChatTemplate.load(config.model)
-
-
-def choose_ports(host: str, wanted: Ports) -> Ports:
-    """Free ports in place of zeros. Raises ServerStartError naming a port in use and its flag."""
-    given = [port for name in PORTS if (port := getattr(wanted, name))]
-    if len(set(given)) < len(given):
-        raise ServerStartError(f"the ports {', '.join(map(str, given))} must differ (0 = any free one)")
-    with contextlib.ExitStack() as held:  # all are held until all are chosen, so that no two are the same
-        chosen = {}
-        for name in PORTS:
-            port = getattr(wanted, name)
-            listener = held.enter_context(socket.socket())
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, port))
-                listener.listen()
-            except (OSError, OverflowError) as error:
-                raise ServerStartError(
-                    f"{name} port {port} on {host} cannot be used ({getattr(error, 'strerror', error)}); choose one "
-                    f"with --{name}-port (0 = any free one) or IRMINSUL_{name.upper()}_PORT"
-                ) from error
-            chosen[name] = listener.getsockname()[1]
-        return Ports(**chosen)
 
 
 def start_server(
@@ -243,13 +221,15 @@ def start_server(
 ) -> Server:
     """Start a server and wait until it is ready. Raises ServerStartError or UnsupportedModelError with the remedy."""
     check_config(config)
+    host = resolve_host(host)
     installation = find_installation()
+    remove_leftovers()
     env = environment(installation, {**os.environ, **config.to_env(), "TOKENIZERS_PARALLELISM": "false"})
     env.setdefault(SECRET_VARIABLE, new_secret())
     check_installation(installation, env, config.max_text_bytes)
     repository = find_model_repository()
     chosen = choose_ports(host, ports if ports is not None else Ports.from_env())
-    server = _spawn(installation, repository, env, host, chosen, verbose)
+    server = _spawn(installation, repository, env, config, host, chosen, verbose)
     try:
         server.wait_ready(start_timeout_s)
     except BaseException:
@@ -275,20 +255,31 @@ def running_server(
 
 
 def _spawn(
-    installation: Installation, repository: Path, env: dict[str, str], host: str, ports: Ports, verbose: bool
+    installation: Installation,
+    repository: Path,
+    env: dict[str, str],
+    config: ServerConfig,
+    host: str,
+    ports: Ports,
+    verbose: bool,
 ) -> Server:
-    prefix = f"irminsul-{uuid.uuid4().hex[:12]}-"
+    prefix = f"irminsul-{secrets.token_hex(6)}-"
     command = [
         str(installation.binary),
         f"--model-repository={repository}",
         f"--backend-directory={installation.backends}",
         f"--backend-config=python,shm-region-prefix-name={prefix}",
         "--disable-auto-complete-config",
-        f"--exit-timeout-secs={EXIT_TIMEOUT_SECONDS}",
+        # Longer than a drain, within which the supervisor decides when the server stops.
+        f"--exit-timeout-secs={math.ceil(config.drain_s) + PATIENCE_SECONDS}",
         f"--log-info={str(verbose).lower()}",
     ]
     for name in PORTS:
         command += [f"--{name}-address={host}", f"--{name}-port={getattr(ports, name)}"]
+    if not config.open_triton_apis:
+        # A header that nobody knows would be needed.
+        key = f"{RESTRICTED_APIS}:{secrets.token_hex(8)}={secrets.token_hex(16)}"
+        command += [f"--http-restricted-api={key}", f"--grpc-restricted-protocol={key}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "irminsul_backend.triton_io.server.supervisor", prefix, *command],
         stdin=subprocess.PIPE,
@@ -312,3 +303,11 @@ def explain(log: deque[str]) -> str:
     if not reasons:
         reasons = [line for line in log if re.match(r"E\d{4} |error:", line) and not any(n in line for n in NOISE)]
     return "; ".join(dict.fromkeys(reasons or list(log)[-5:])) or "it left no message"
+
+
+def last_words(log: deque[str]) -> str:
+    """Why a server that was ready has ended: what the supervisor saw, and the last complaint before that."""
+    seen = [line.removeprefix("error: ") for line in log if line.startswith("error: ")][-1:]
+    complaint = r"CRITICAL |ERROR |E\d{4} |Fatal |terminate called|\w*Error\b"
+    said = [line for line in log if re.match(complaint, line) and not any(text in line for text in NOISE)][-1:]
+    return "; ".join(line[:500] for line in (*seen, *said))

@@ -15,7 +15,8 @@ from irminsul_kernels.bench.timing import Ceilings, Timer
 from irminsul_kernels.ops.activation import silu_gate, silu_gate_reference
 from irminsul_kernels.ops.norm import rms_norm, rms_norm_reference, write_rows, write_rows_reference
 from irminsul_kernels.ops.rotation import rotate
-from irminsul_kernels.ops.sampling import sample, sample_reference
+from irminsul_kernels.ops.sampling import sample
+from irminsul_kernels.ops.sampling_reference import sample_reference
 
 TOKENS, HIDDEN, INNER, BATCH, VOCAB = 4096, 2048, 1408, 64, 102_400
 EPS = 1e-6

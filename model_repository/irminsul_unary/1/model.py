@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import triton_python_backend_utils as pb_utils
 
-from irminsul_backend.triton_io import endpoints
+from irminsul_backend.triton_io import build
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.model = endpoints.UnaryEndpoint()
+        self.model = build.make_unary()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         self.model.execute(requests)

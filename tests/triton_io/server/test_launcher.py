@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,68 +18,20 @@ from typing import Any
 
 import psutil
 import pytest
-from irminsul_client import Client, IrminsulClientError
+from serving import COMMAND, SERVE, regions
 
 from irminsul_backend.commands.main import main
 from irminsul_backend.config import DEMO_MODEL, ServerConfig
 from irminsul_backend.errors import ServerStartError, UnsupportedModelError
 from irminsul_backend.triton_io.server import installation, launcher
+from irminsul_backend.triton_io.server.addresses import LOCALHOST, Ports, choose_ports, is_listening, resolve_host
 from irminsul_backend.triton_io.server.installation import (
     Installation,
     check_installation,
     environment,
     find_installation,
 )
-from irminsul_backend.triton_io.server.launcher import (
-    LOCALHOST,
-    Ports,
-    Server,
-    check_config,
-    choose_ports,
-    running_server,
-)
-
-READY = re.compile(r"irminsul ready: model demo_model, http (\S+):(\d+), grpc (\S+):(\d+), metrics (\S+):(\d+)\n")
-FREE = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
-SERVE = ["serve", "--threads=1", *FREE]
-COMMAND = [sys.executable, "-m", "irminsul_backend.commands.main", *SERVE]
-
-
-def regions(prefix: str) -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob(f"{prefix}*")}
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex((LOCALHOST, port)) == 0
-
-
-class Serving:
-    """An `irminsul serve` in a process of its own, and everything that belongs to it."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert self.process.stdout is not None
-        self.line = self.process.stdout.readline()
-        match = READY.fullmatch(self.line)
-        if match is None:
-            self.process.kill()
-            raise AssertionError(f"not ready: {self.line!r} {self.process.communicate()}")
-        self.ports = [int(match[n]) for n in (2, 4, 6)]
-        self.grpc_url = f"{match[3]}:{match[4]}"
-        self.family = psutil.Process(self.process.pid).children(recursive=True)
-        (supervisor,) = [p for p in self.family if any("triton_io.server.supervisor" in part for part in p.cmdline())]
-        self.supervisor = supervisor
-        self.prefix = next(part for part in supervisor.cmdline() if part.startswith("irminsul-"))
-
-    def assert_nothing_left(self) -> None:
-        gone, alive = psutil.wait_procs(self.family, timeout=30)
-        assert not alive
-        assert len(gone) >= 7  # the supervisor, tritonserver, five stubs
-        assert not any(is_listening(port) for port in self.ports)
-        assert not regions(self.prefix)
+from irminsul_backend.triton_io.server.launcher import Server, check_config, last_words, running_server
 
 
 @pytest.fixture
@@ -99,54 +52,62 @@ def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def serving() -> Iterator[Serving]:
-    one = Serving()
-    yield one
-    one.process.kill()
-    one.process.communicate()
+class TestHost:
+    def test_names_become_addresses(self) -> None:
+        """Triton's HTTP server takes a name for 255.255.255.255."""
+        assert resolve_host("localhost") == LOCALHOST
+        assert resolve_host("0.0.0.0") == "0.0.0.0"
 
 
-@pytest.mark.server
-class TestStopping:
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_a_signal_while_a_session_is_open(self, number: signal.Signals, serving: Serving, connect: Any) -> None:
-        assert all(is_listening(port) for port in serving.ports)
-        assert regions(serving.prefix)
-        assert not connect(serving).ask(session="open", start=True, end=False, text_input="a", max_tokens=1).error
-        serving.process.send_signal(number)
-        out, err = serving.process.communicate(timeout=30)
-        assert serving.process.returncode == 0
-        assert (out, err) == ("", "")  # the one line when ready was all there was to say
-        serving.assert_nothing_left()
+class TestWaiting:
+    @pytest.fixture
+    def starting(self) -> Iterator[Server]:
+        """A server whose gRPC port answers; nothing listens on the HTTP port."""
+        with socket.socket() as grpc, socket.socket() as http:
+            for one in (grpc, http):
+                one.bind((LOCALHOST, 0))
+            grpc.listen()
+            process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            ports = Ports(http.getsockname()[1], grpc.getsockname()[1], 1)
+            server = Server(process, LOCALHOST, ports, "irminsul-none-", verbose=False)
+            yield server
+            server.stop()
 
-    def test_the_launcher_is_killed(self, serving: Serving) -> None:
-        serving.process.kill()
-        serving.assert_nothing_left()
+    def test_models_are_loaded_but_http_does_not_open(self, starting: Server) -> None:
+        words = f"answers on gRPC port {starting.ports.grpc} but is not ready at {starting.http_url}"
+        with pytest.raises(ServerStartError, match=words):
+            starting.wait_ready(600, http_timeout_s=0.1)
 
-    def test_the_server_is_killed(self, serving: Serving) -> None:
-        """`irminsul serve` ends with an error, and the stubs do not outlive the server."""
-        (server,) = [p for p in serving.family if p.name() == "tritonserver"]
-        server.kill()
-        _, err = serving.process.communicate(timeout=30)
-        assert serving.process.returncode == 1
-        assert "ended by itself" in err
-        serving.assert_nothing_left()
+    def test_a_long_wait_is_not_silent(
+        self, starting: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(launcher, "PROGRESS_SECONDS", 0.1)
+        with pytest.raises(ServerStartError):
+            starting.wait_ready(600, http_timeout_s=0.5)
+        assert "irminsul: starting" in capsys.readouterr().err
 
-    def test_a_models_process_dies_under_a_request(self, serving: Serving) -> None:
-        """Triton would go on saying that it is ready; here the server ends, so that clients and probes notice."""
-        with Client(serving.grpc_url) as client:
-            chunks = client.stream(text="Once", max_tokens=2000, ignore_eos=True)
-            next(chunks)
-            (engine,) = [p for p in serving.family if any("irminsul_engine/1" in part for part in p.cmdline())]
-            engine.kill()
-            with pytest.raises(IrminsulClientError):
-                for _ in chunks:
-                    pass
-        _, err = serving.process.communicate(timeout=30)
-        assert serving.process.returncode == 1
-        assert "the process of irminsul_engine died" in err
-        serving.assert_nothing_left()
+
+class TestLastWords:
+    def test_what_the_supervisor_saw_and_the_last_complaint(self) -> None:
+        log = deque(
+            [
+                "ERROR irminsul: something earlier",
+                "CRITICAL irminsul_engine: CUDA error: an illegal memory access",
+                "an ordinary line",
+                "E1207 11:00:00 NOISE pinned_memory_manager",
+                "error: the process of irminsul_engine died; the server ends, start it again",
+            ]
+        )
+        assert last_words(log) == (
+            "the process of irminsul_engine died; the server ends, start it again; "
+            "CRITICAL irminsul_engine: CUDA error: an illegal memory access"
+        )
+
+    def test_it_is_cut(self) -> None:
+        assert len(last_words(deque(["ValueError: " + "x" * 10_000]))) == 500
+
+    def test_nothing_was_said(self) -> None:
+        assert last_words(deque(["an ordinary line"])) == ""
 
 
 class TestPorts:
@@ -157,7 +118,7 @@ class TestPorts:
     def test_zeros_become_different_free_ports(self) -> None:
         ports = choose_ports(LOCALHOST, Ports())
         assert len({ports.http, ports.grpc, ports.metrics}) == 3
-        assert not any(is_listening(port) for port in (ports.http, ports.grpc, ports.metrics))
+        assert not any(is_listening(LOCALHOST, port) for port in (ports.http, ports.grpc, ports.metrics))
 
     @pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
     def test_a_port_in_use_is_named_with_its_flag(self, name: str, refuse: Any) -> None:
@@ -243,6 +204,14 @@ class TestSettings:
             (["--capacity-tokens=-5"], ["capacity_tokens", "-5"]),
             (["--stream-interval-ms=nan"], ["stream_interval_ms is nan", "finite"]),
             (["--dtype=int8"], ["int8", "bfloat16"]),
+            (["--max-running=100000"], ["max_running is 100000", "at most 1024"]),
+            (["--max-batch-tokens=1000000000"], ["max_batch_tokens", "at most 131072"]),
+            (["--threads=5000"], ["threads", "at most 1024"]),
+            (["--drain-s=-1"], ["drain_s is -1", "at least 0"]),
+            (["--gpu-memory-fraction=1.5"], ["gpu_memory_fraction is 1.5", "over 0 and at most 1"]),
+            (["--host=no-such-host.invalid"], ["'no-such-host.invalid'", "no IPv4 address"]),
+            (["--host=::1"], ["'::1'", "no IPv4 address"]),
+            (["--host="], ["host is ''", "empty"]),
             (["--http-port=99999"], ["http port 99999", "--http-port"]),
         ],
     )
@@ -262,6 +231,13 @@ class TestSettings:
     def test_a_model_repository_that_is_not_there(self, refuse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("IRMINSUL_MODEL_REPOSITORY", "/nowhere")
         assert "/nowhere" in refuse()
+
+    def test_a_variable_out_of_range(self, refuse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The stubs read the same variables, also under a tritonserver that was started by hand."""
+        monkeypatch.setenv("IRMINSUL_MAX_RUNNING", "100000")
+        assert "max_running is 100000; it must be at least 1 and at most 1024" in refuse()
+        with pytest.raises(ServerStartError, match="max_running is 100000"):
+            ServerConfig.from_env()
 
     def test_help_names_every_setting_and_its_default(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
@@ -312,7 +288,7 @@ class TestVariables:
     @pytest.mark.parametrize("capacity", [0, 64])
     def test_the_least_capacity(self, capacity: int) -> None:
         check_config(ServerConfig(device="cpu", capacity_tokens=capacity))
-        with pytest.raises(ServerStartError, match=r"capacity_tokens is 63; it must be at least 64, or 0"):
+        with pytest.raises(ServerStartError, match=r"capacity_tokens is 63; it must be at least 64 and .*, or 0"):
             check_config(ServerConfig(device="cpu", capacity_tokens=63))
 
 
